@@ -31,8 +31,8 @@ from pipeline.hub.database import repositories as table
 from pipeline.hub.repositories import Repositories, Repository, RepositoryName, repository_name
 from pipeline.hub.service import Remarks
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.state_folder import folder_of
 from serving.http.server import Limits, Server, http_config
+from tests.contract.test_hub_xet import folder_of
 
 TOKEN = "hub-token-for-tests"
 SECRET_KEY = Fernet.generate_key()

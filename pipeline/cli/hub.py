@@ -16,12 +16,12 @@ from pipeline.cli.terminal import HostOption, JsonOption, PortOption, print_tabl
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.hub.database import Database
-from pipeline.hub.discussions import open_refs
+from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import HubInUse
 from pipeline.hub.garbage import Purge, collect_garbage, plan_purge
 from pipeline.hub.garbage import purge as purge_repository
 from pipeline.hub.repositories import Repositories, RepositoryName, repository_name
-from pipeline.hub.state_folder import stopped_hub
+from pipeline.hub.service import stopped_hub
 from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
@@ -47,8 +47,7 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
     if context.invoked_subcommand is not None:
         return
     from pipeline.doctor.push_remarks import PushRemarks
-    from pipeline.hub.app import create_app
-    from pipeline.hub.server import serve
+    from pipeline.hub.app import create_app, serve
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")
@@ -170,7 +169,7 @@ def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> An
     def act(database: Database, repositories: Repositories) -> Purge:
         with database.read() as connection:
             found = repositories.find(connection, name)
-            refs = open_refs(connection, found)
+            refs = open_bases(connection, found)
         return (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
 
     return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")
@@ -271,7 +270,7 @@ def create(
 
 @tokens.command(name="ls")
 def list_(as_json: JsonOption = False) -> None:
-    """List the tokens: their names, what they may do, and when they were last used."""
+    """List the tokens: their names, what they may do, and when they were created."""
     found = _on_hub(list_tokens, "GET", "tokens")
     if as_json:
         print(json.dumps(found, indent=2))
@@ -282,11 +281,10 @@ def list_(as_json: JsonOption = False) -> None:
             each["role"],
             "all" if each["repositories"] is None else ", ".join(each["repositories"]),
             each["createdAt"][:16],
-            (each["lastUsedAt"] or "never")[:16],
         )
         for each in found
     ]
-    headings = ("NAME", "ROLE", "REPOSITORIES", "CREATED", "LAST USED")
+    headings = ("NAME", "ROLE", "REPOSITORIES", "CREATED")
     print_table(headings, rows, empty="No token yet; create one: pipeline hub tokens create NAME")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import PipelineError
 from pipeline.formats import Pointer, may_be_pointer
 from pipeline.hub.repositories import repository_name
-from pipeline.hub.state_folder import folder_of
+from pipeline.hub.service import folder_of
 from pipeline.paths import Home
 from pipeline.retrain.base_model import (
     CONTEXT,

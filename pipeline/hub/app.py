@@ -1,14 +1,15 @@
-"""Builds the hub: one ASGI app that answers git and API requests and sends webhooks' deliveries."""
+"""Builds and serves the hub: one ASGI app that answers git and API requests and sends webhooks'
+deliveries."""
 
 import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from fastapi import APIRouter, Depends, FastAPI
+from prometheus_client import generate_latest
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError
 from starlette.concurrency import run_in_threadpool
@@ -22,38 +23,41 @@ from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import check_schema, open_database
 from pipeline.hub.deliveries import Deliverer, JobLauncher
 from pipeline.hub.errors import HubError, NotFound, NotSupported
-from pipeline.hub.events import EventLog, reconcile, reconcile_at_start
+from pipeline.hub.events import EventLog, owner_id, reconcile, reconcile_at_start
 from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.http_json import Json
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.routes import (
-    activity,
+    administration,
     commits,
     contents,
     discussions,
     git_http,
-    lfs,
-    listing,
-    maintenance,
+    large_files,
     pages,
-    refs,
     repositories,
-    spaces,
-    tokens,
     webhooks,
-    xet,
 )
-from pipeline.hub.routes.access import everywhere, identified, with_token
-from pipeline.hub.service import Hub, HubOf, Remarks
+from pipeline.hub.service import (
+    Hub,
+    HubOf,
+    Remarks,
+    Who,
+    database_path,
+    everywhere,
+    identified,
+    only_hub_in,
+)
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.state_folder import database_path, only_hub_in
-from pipeline.hub.tokens import Guard
+from receiver import listen
 from serving.http.requests import BodiesInFlight
+from serving.http.server import Server, http_config
 
 logger = logging.getLogger(__name__)
 
-PRUNE_SECONDS = 3600.0
+SHUTDOWN_SECONDS = 10
+"""How long the hub waits for unfinished requests when it is told to stop."""
 
 
 def create_app(
@@ -101,19 +105,9 @@ def create_app(
             deliverer = Deliverer(database, settings, cipher, metrics, launcher)
             log = EventLog(database=database, hub_url=settings.url)
             repositories = Repositories(root.absolute())
-            look = partial(reconcile, repositories, log)
-            prune = partial(
-                run_in_threadpool, outbox.prune, database, settings.keep_deliveries_days
-            )
-            await prune()
             await reconcile_at_start(repositories, log)
             deliverer.start()
-            background = [
-                asyncio.create_task(
-                    _every(settings.reconcile_seconds, look, "look for refs that moved")
-                ),
-                asyncio.create_task(_every(PRUNE_SECONDS, prune, "remove old deliveries")),
-            ]
+            upkeep = asyncio.create_task(_keep_up(settings, repositories, log))
             app.state.hub = Hub(
                 settings=settings,
                 database=database,
@@ -122,13 +116,9 @@ def create_app(
                 cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
-                guard=Guard(
-                    token=token,
-                    settings=settings,
-                    database=database,
-                    jobs_store=jobs_store,
-                    secret_key=secret_key,
-                ),
+                token=token,
+                jobs_store=jobs_store,
+                secret_key=secret_key,
                 needed_commits=needed_commits,
                 remarks_on=remarks_on,
                 git_slots=defaultdict(lambda: asyncio.Semaphore(settings.max_git_processes)),
@@ -136,9 +126,8 @@ def create_app(
             try:
                 yield
             finally:
-                for task in background:
-                    task.cancel()
-                await asyncio.gather(*background, return_exceptions=True)
+                upkeep.cancel()
+                await asyncio.gather(upkeep, return_exceptions=True)
                 await deliverer.stop()
                 database.close()
 
@@ -154,15 +143,17 @@ def create_app(
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the form of the
     # login, the pages, and a grant (`cipher.py`) in a URL or as an access token of Xet.
-    for open_router in (probes, pages.login, pages.pages, lfs.transfers, xet.router):
+    for open_router in (
+        *(probes, commits.checks, pages.login, pages.pages),
+        *(large_files.transfers, large_files.xet),
+    ):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.
     for router in (
-        *(tokens.account, tokens.router, listing.router, maintenance.router),
-        *(activity.router, webhooks.router, repositories.router, commits.router),
-        *(refs.router, discussions.router, spaces.router, lfs.router, xet.api),
-        *(git_http.router, contents.api, contents.files, others),
+        *(contents.lists, administration.router, webhooks.router, commits.router),
+        *(repositories.router, discussions.router, large_files.router, git_http.router),
+        *(contents.api, contents.files, others),
     ):
         api.include_router(router, dependencies=[Depends(identified)])
 
@@ -176,16 +167,29 @@ def create_app(
     return app
 
 
-async def _every(seconds: float, act: Callable[[], Awaitable[object]], name: str) -> None:
-    """Waits `seconds`, calls `act`, and repeats both until the task is cancelled. `name` says what
-    `act` does: if `act` fails, the log has "cannot <name>"."""
+def serve(app: ASGIApp, settings: HubSettings) -> None:
+    """Serve until SIGINT or SIGTERM. Raises AddressUnavailable if the port is in use."""
+    listening = listen.bind(
+        settings.host,
+        settings.port,
+        how_to_set_address=(
+            "`--host` and `--port`, or `host` and `port` under [hub] in pipeline.toml"
+        ),
+    )
+    print(f"hub on {settings.url}", flush=True)
+    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
+
+
+async def _keep_up(settings: HubSettings, repositories: Repositories, log: EventLog) -> None:
+    """Again and again, looks for refs that moved, and removes old deliveries."""
     while True:
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(settings.reconcile_seconds)
         try:
-            await act()
+            await reconcile(repositories, log)
+            await run_in_threadpool(outbox.prune, log.database, settings.keep_deliveries_days)
         except Exception:
-            # The usual causes are a full disk and a locked database, so the next call may succeed.
-            logger.exception("cannot %s; trying again in %g s", name, seconds)
+            # The usual causes are a full disk and a locked database, so the next time may succeed.
+            logger.exception("cannot look for refs that moved, or remove old deliveries")
 
 
 probes = APIRouter()
@@ -204,26 +208,32 @@ def alive(hub: HubOf) -> Json:
     return {"status": "ok"}
 
 
-@probes.get("/api/agent-harnesses")
-async def agent_harnesses() -> Json:
-    """`huggingface_hub` asks for this list of coding agents before it has read its token."""
-    return {"standardEnvVars": [], "harnesses": {}}
-
-
 others = APIRouter()
+
+
+@others.get("/api/whoami-v2")
+async def whoami(identity: Who) -> Json:
+    token = {"displayName": identity.token_name, "role": identity.role}
+    return {
+        "type": "user",
+        "id": owner_id(identity.user),
+        "name": identity.user,
+        "fullname": identity.user,
+        "orgs": [],
+        "auth": {"type": "access_token", "accessToken": token},
+    }
 
 
 @others.get("/metrics", dependencies=[Depends(everywhere)])
 async def render_metrics(hub: HubOf) -> Response:
     return PlainTextResponse(
-        hub.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"}
+        generate_latest(hub.metrics.registry), headers={"Content-Type": "text/plain; version=0.0.4"}
     )
 
 
 @others.api_route(
     "/{rest:rest}",
     methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"],
-    dependencies=[Depends(with_token)],
 )
 async def refuse(request: Request) -> None:
     """Refuses what this hub does not have. Below `/api/`, the status is 501: after 404, a client of

@@ -1,5 +1,5 @@
-"""Stores discussions and pull requests, and what happened in each: comments, and changes of the
-status.
+"""Finds the stored discussions and pull requests, and stores what happened in each: comments, and
+changes of the status.
 
 A pull request is a discussion with commits. The commits are on the ref `refs/pr/<num>`. The branch
 that the pull request is for gets their changes only when the pull request is merged.
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, insert, select
 
 from pipeline.hub.database import discussion_events as events
 from pipeline.hub.database import discussions as table
-from pipeline.hub.errors import BadRequest, Conflict, NotFound
+from pipeline.hub.errors import BadRequest, NotFound
 from pipeline.hub.git import PULL_REQUEST_PREFIX
 from pipeline.hub.repositories import Repository
 
@@ -86,46 +86,10 @@ def list_discussions(
     return [Discussion(**row._asdict()) for row in rows]
 
 
-def open_refs(connection: Connection, repository: Repository) -> list[str]:
-    """The refs of the pull requests that are open."""
-    return list(open_bases(connection, repository))
-
-
 def open_bases(connection: Connection, repository: Repository) -> dict[str, str]:
     """The pull requests that are open: ref → the ref of the branch that it is for."""
     found = list_discussions(connection, repository, OPEN)
     return {each.ref: each.base for each in found if each.base is not None}
-
-
-def add_discussion(
-    connection: Connection,
-    repository: Repository,
-    *,
-    title: str,
-    text: str,
-    author: str,
-    base: str | None,
-    status: Status,
-) -> tuple[Discussion, DiscussionEvent]:
-    """Adds a discussion with its first comment, and returns both. `base` is the full name of the
-    branch that a pull request is for, or None for a discussion. The caller holds the repository's
-    lock. Raises BadRequest."""
-    last = select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
-    num = (connection.scalar(last) or 0) + 1
-    connection.execute(
-        insert(table).values(
-            id=secrets.token_hex(12),
-            repository_id=repository.id,
-            num=num,
-            title=_checked_title(title),
-            author=author,
-            status=status,
-            base=base,
-            created_at=time.time(),
-        )
-    )
-    discussion = find_discussion(connection, repository, num)
-    return discussion, add_comment(connection, discussion, author=author, text=text)
 
 
 def add_comment(
@@ -137,29 +101,7 @@ def add_comment(
             f"A comment must have 1 to {MAX_TEXT} characters and not only white space, and this "
             f"one has {len(text)}."
         )
-    return _add(connection, discussion, "comment", author, text)
-
-
-def change_status(
-    connection: Connection,
-    discussion: Discussion,
-    *,
-    author: str,
-    status: Status,
-    merge_commit: str | None = None,
-) -> DiscussionEvent:
-    """Raises Conflict if the pull request is merged, because its status then cannot change. Raises
-    Conflict also if the discussion has this status already."""
-    if discussion.status == "merged":
-        raise Conflict(
-            f"Pull request {discussion.num} is merged, so its status cannot change: open a new "
-            "pull request."
-        )
-    if discussion.status == status:
-        raise Conflict(f"Discussion {discussion.num} is {status} already.")
-    values = {"status": status, "merge_commit": merge_commit}
-    connection.execute(update(table).where(table.c.id == discussion.id).values(values))
-    return _add(connection, discussion, "status-change", author, status)
+    return add_event(connection, discussion, "comment", author, text)
 
 
 def list_events(connection: Connection, discussion: Discussion) -> list[DiscussionEvent]:
@@ -169,21 +111,19 @@ def list_events(connection: Connection, discussion: Discussion) -> list[Discussi
     return [DiscussionEvent(**row._asdict()) for row in connection.execute(wanted)]
 
 
-def _checked_title(title: str) -> str:
-    """The title in one line. Raises BadRequest if it is empty or too long, or if it has control
-    characters."""
+def checked_title(title: str) -> str:
+    """The title in one line. Raises BadRequest if it cannot be a title."""
     line = " ".join(title.split())
-    if _CONTROL.search(line):
-        # The title becomes the message of the merge commit. Git refuses a NUL character there.
-        raise BadRequest("A title may not have control characters: remove them.")
-    if not line or len(line) > MAX_TITLE:
+    # The title becomes the message of the merge commit. Git refuses a NUL character there.
+    if not line or len(line) > MAX_TITLE or _CONTROL.search(line):
         raise BadRequest(
-            f"A title must have 1 to {MAX_TITLE} characters, and this one has {len(line)}."
+            f"A title must have 1 to {MAX_TITLE} characters and no control characters, and this "
+            f"one has {len(line)} characters: change it."
         )
     return line
 
 
-def _add(
+def add_event(
     connection: Connection, discussion: Discussion, type: EventType, author: str, text: str
 ) -> DiscussionEvent:
     event = DiscussionEvent(

@@ -6,7 +6,6 @@
     └── RequestError             becomes the answer to a request, never a traceback
         ├── BadRequest           400
         ├── Unauthorized         401
-        │   └── TokenMissing     401, code RepoNotFound, if the request names a repository
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
         ├── RevisionNotFound     404, code RevisionNotFound
@@ -56,13 +55,6 @@ class BadRequest(RequestError):
 
 class Unauthorized(RequestError):
     status = 401
-
-
-class TokenMissing(Unauthorized):
-    """The request needs a token and has none. The error has the code of a missing repository, as on
-    the Hugging Face Hub. So the client reports a missing repository."""
-
-    code = "RepoNotFound"
 
 
 class Forbidden(RequestError):

@@ -1,24 +1,39 @@
-"""The record `Hub`: the settings, database, repositories and so on that the routes need."""
+"""What a hub is made of: its state folder, the record `Hub`, and the dependencies of its routes.
+
+A route gets these dependencies as arguments. FastAPI runs them in their order, and each raises the
+error that the client gets. A route gets its repository from `Readable` or `Locked`, or finds it
+with `Hub.find_reached`, as both do. A route that belongs to no repository has `everywhere`,
+`person` or `hubs_own`; the few without them tell a client nothing that its token does not reach.
+"""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated
+from urllib.parse import unquote
 
 from fastapi import Depends
+from filelock import FileLock, Timeout
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import Request
 
+from jobs.job import PREFIX
+from jobs.store import JobStore
 from pipeline.hub.cipher import Cipher
-from pipeline.hub.database import Database
+from pipeline.hub.database import Database, open_database, read_only
 from pipeline.hub.deliveries import JobLauncher
 from pipeline.hub.discussions import open_bases
-from pipeline.hub.errors import RepositoryNotFound
+from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound
 from pipeline.hub.events import EventLog
 from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import (
+    REPOSITORY_TYPES,
     RefChange,
     Repositories,
     Repository,
@@ -26,11 +41,64 @@ from pipeline.hub.repositories import (
     RepositoryType,
 )
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens import Guard, Identity
+from pipeline.hub.tokens import (
+    READING,
+    Identity,
+    check_site,
+    identity_of_job,
+    identity_of_stored,
+    sent_token,
+)
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines that git prints after a push. The arguments are the repository, the open pull
 requests (ref → the ref of the branch that it is for), and the changes of the refs."""
+
+
+def database_path(root: Path) -> Path:
+    return root.absolute() / "hub.sqlite"
+
+
+@contextlib.contextmanager
+def only_hub_in(root: Path) -> Iterator[None]:
+    """Makes the state folder if it does not exist, and holds its lock. Raises HubInUse if another
+    process holds the lock."""
+    # Only the owner may read the folder, because pushed data is private.
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = FileLock(root / "hub.lock")
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        raise HubInUse(
+            f"Another hub uses {root}: stop that hub first, or choose another folder."
+        ) from None
+    with held:
+        yield
+
+
+def folder_of(root: Path, name: RepositoryName) -> Path | None:
+    """The folder of a repository of a hub, which may run in another process. None if the hub does
+    not have the repository. Raises HubError."""
+    if not database_path(root).exists():
+        return None
+    named = "SELECT id FROM repositories WHERE type = ? AND owner = ? AND name = ?"
+    with read_only(database_path(root)) as connection:
+        row = connection.execute(named, (name.type, name.owner, name.name)).fetchone()
+    return None if row is None else Repositories(root).folder(row[0])
+
+
+@contextlib.contextmanager
+def stopped_hub(root: Path) -> Iterator[tuple[Database, Repositories]]:
+    """Opens the database and the repositories of a hub that does not run. No hub can start in this
+    folder until the `with` block ends. Raises HubInUse if a hub runs."""
+    with only_hub_in(root):
+        database = open_database(database_path(root))
+        try:
+            repositories = Repositories(root.absolute())
+            repositories.remove_incomplete()
+            yield database, repositories
+        finally:
+            database.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +110,11 @@ class Hub:
     cipher: Cipher
     launcher: JobLauncher
     metrics: HubMetrics
-    guard: Guard
+    token: str = field(repr=False)
+    """The hub's own token."""
+    jobs_store: JobStore
+    secret_key: bytes = field(repr=False)
+    """Signs the tokens of jobs."""
     needed_commits: NeededCommits | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
     None, the hub does not know these commits, so it keeps every commit."""
@@ -77,13 +149,13 @@ class Hub:
             return self.repositories.find_by_id(connection, id)
 
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
-        """Raises RepositoryNotFound or TokenMissing if the repository does not exist or if the
-        token does not reach it. With a limited token, both get the same error."""
+        """Raises RepositoryNotFound if the repository does not exist, or if the token does not
+        reach it. With a limited token, both get the same error."""
         try:
             with self.database.read() as connection:
                 repository = self.repositories.find(connection, name)
         except RepositoryNotFound:
-            if identity.is_limited:
+            if identity.repositories is not None:
                 raise identity.out_of_reach(name) from None
             raise
         if not identity.may_see(repository):
@@ -103,3 +175,112 @@ async def hub_of(request: Request) -> Hub:
 
 
 HubOf = Annotated[Hub, Depends(hub_of)]
+
+TYPES: dict[str, RepositoryType] = {f"{type}s": type for type in REPOSITORY_TYPES}
+
+
+class _Encoded(Convertor[str]):
+    """Decodes a part of the encoded path, so an encoded slash (`%2F`) does not end the part."""
+
+    def convert(self, value: str) -> str:
+        return unquote(value)
+
+
+for _name, _regex in {
+    "part": "[^/]+",
+    "rest": ".*",
+    "typed_repository": f"(?:{'|'.join(TYPES)})/(?:[^/]+/)?[^/]+",
+    "repository": f"(?:(?:{'|'.join(TYPES)})/)?(?:[^/]+/)?[^/]+",
+}.items():
+    register_url_convertor(_name, type(_name, (_Encoded,), {"regex": _regex})())
+
+API = "/api/{repository:typed_repository}"
+FILES = "/{repository:repository}"
+
+
+async def identify(hub: Hub, token: bytes) -> Identity:
+    """Who sends this token: it is the hub's own, or a person created it on this hub, or it is a
+    job's. Each attempt of a job has its own token, which is valid while the attempt runs. All act
+    for the hub's owner. Raises Unauthorized."""
+    user = hub.settings.owner
+    if secrets.compare_digest(token, hub.token.encode()):
+        return Identity(user=user, role="write", token_name="hub", owns_hub=True)
+    if token.startswith(PREFIX.encode()):
+        text = token.decode("ascii", "replace")
+        return await asyncio.to_thread(identity_of_job, hub.jobs_store, hub.secret_key, text, user)
+    return await asyncio.to_thread(identity_of_stored, hub.database, token, user)
+
+
+async def identified(request: Request, hub: HubOf) -> Identity:
+    """Who makes the request. Raises Unauthorized, and Forbidden for a page of another site."""
+    identity = await identify(hub, sent_token(request.scope))
+    check_site(request.scope)
+    return identity
+
+
+Who = Annotated[Identity, Depends(identified)]
+
+
+async def everywhere(request: Request, identity: Who) -> Identity:
+    """For routes that belong to no repository: a token that is limited to some may not use them."""
+    if identity.repositories is not None:
+        raise Forbidden(
+            f"The token {identity.token_name!r} is only for some repositories, and "
+            f"{request.url.path} does not belong to one of them: use another token."
+        )
+    if request.method not in READING:
+        identity.require_write(f"{request.method} {request.url.path}")
+    return identity
+
+
+async def person(request: Request, identity: Annotated[Identity, Depends(everywhere)]) -> Identity:
+    """For routes that a job may not use: a job may only read and write repositories."""
+    identity.require_person(request.url.path)
+    return identity
+
+
+async def hubs_own(request: Request, identity: Who) -> None:
+    if not identity.owns_hub:
+        raise Forbidden(
+            f"{request.url.path} needs the hub's own token, which `pipeline env` prints."
+        )
+
+
+async def writer(request: Request, identity: Who) -> Identity:
+    identity.require_write(f"{request.method} {request.url.path}")
+    return identity
+
+
+Writer = Annotated[Identity, Depends(writer)]
+
+
+async def named(request: Request, hub: HubOf) -> RepositoryName:
+    """The repository that the path names."""
+    path: str = request.path_params["repository"].removesuffix(".git")
+    first, _, rest = path.partition("/")
+    if rest and first in TYPES:
+        return hub.name_of(TYPES[first], rest)
+    return hub.name_of("model", path)
+
+
+Named = Annotated[RepositoryName, Depends(named)]
+
+
+def readable(hub: HubOf, identity: Who, name: Named) -> Repository:
+    return hub.find_reached(name, identity)
+
+
+Readable = Annotated[Repository, Depends(readable)]
+
+
+async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Repository]:
+    """The repository, under its lock until the route has made its change.
+
+    Declare it after the body: while a body comes in, no lock is held, and the repository may be
+    deleted or replaced.
+    """
+    async with hub.locked(name, identity) as repository:
+        yield repository
+
+
+Locked = Annotated[Repository, Depends(locked, scope="function")]

@@ -1,12 +1,8 @@
 """The settings of the embedded hub."""
 
-from typing import Annotated
-
 from pydantic import BaseModel, ConfigDict, Field
 
 GIB = 1024**3
-
-OwnerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
 
 
 class HubSettings(BaseModel):
@@ -16,14 +12,9 @@ class HubSettings(BaseModel):
     """The address to listen on. It is also the host in the URLs of events and of `pipeline env`."""
     port: int = Field(default=8070, ge=1, le=65535)
     """The port to listen on."""
-    owner: OwnerName = "local"
+    owner: str = Field(default="local", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
     """The user name that `whoami` answers. A repository name without an owner means a repository of
     this user."""
-    orgs: tuple[OwnerName, ...] = ()
-    """The organizations that `whoami` answers. A repository may have any other owner too."""
-    public_reads: bool = False
-    """Whether anybody who reaches this address may read public repositories without a token. A
-    request to a private repository always needs a token."""
     delivery_schedule_seconds: tuple[float, ...] = Field(
         default=(0, 5, 30, 120, 600, 1800, *[3600] * 24), min_length=1
     )

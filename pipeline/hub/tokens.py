@@ -5,24 +5,22 @@ routes use this module, and the command line while no hub runs. A token that a p
 only read, or read and write, and is valid for all repositories or only for some.
 """
 
-import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
-import logging
 import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sqlalchemy import delete, insert, select, update
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import delete, insert, select
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
+from jobs.job import COMMITTER_DOMAIN, job_of_token
 from jobs.store import JobStore
 from pipeline.hub.database import Database
 from pipeline.hub.database import tokens as table
@@ -32,23 +30,15 @@ from pipeline.hub.errors import (
     Forbidden,
     NotFound,
     RepositoryNotFound,
-    TokenMissing,
     Unauthorized,
 )
 from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.repositories import Repositories, Repository, RepositoryName, repository_name
-from pipeline.hub.settings import HubSettings
-from serving.http.requests import other_host, other_site
+from serving.http.requests import other_site
 
-logger = logging.getLogger(__name__)
-
-USE_IS_STORED_EVERY_SECONDS = 60.0
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
-OF_ITS_BODY_ONLY = "/api/validate-yaml"
-"""This route needs no token, because its answer depends only on the request's body. Also,
-`metadata_update` and `DatasetCard.push_to_hub` of `huggingface_hub` call it without a token."""
-# The paths of repositories. `huggingface_hub` has the same expression. If a request to one of these
-# paths gets a 401, the client reports that the repository is missing.
+# The paths of repositories. As on the Hugging Face Hub, a client without a token is told there that
+# the repository is missing.
 _OF_A_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/.|/.+/resolve/.")
 
 Role = Literal["read", "write"]
@@ -59,8 +49,7 @@ class Identity:
     """Who makes a request, and what the token of the request may do."""
 
     user: str
-    """The name that `whoami` answers, and the author of commits that the API makes. Empty for a
-    request without a token."""
+    """The name that `whoami` answers, and the author of commits that the API makes."""
     role: Role
     token_name: str
     """The name of the token, for messages and for `whoami`. It is not the token itself."""
@@ -71,30 +60,12 @@ class Identity:
     owns_hub: bool = False
     """Whether this is the hub's own token, which may do everything."""
 
-    @property
-    def is_anonymous(self) -> bool:
-        """Whether the request has no token. It then sees only public repositories."""
-        return not self.user
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether there may be repositories that the request may not see."""
-        return self.is_anonymous or self.repositories is not None
-
     def may_see(self, repository: Repository) -> bool:
-        if self.is_anonymous:
-            return not repository.private
         return self.repositories is None or repository.id in self.repositories
 
-    def require_token(self, what: str) -> None:
-        """Raises Unauthorized if there is no token. `what` names in the message what needs one,
-        such as "a push"."""
-        if self.is_anonymous:
-            raise Unauthorized(f"{what} needs a token: set HF_TOKEN, or run `pipeline env`.")
-
     def require_write(self, what: str) -> None:
-        """As `require_token`. Also raises Forbidden if the token may only read."""
-        self.require_token(what)
+        """Raises Forbidden if the token may only read. `what` names in the message what needs more,
+        such as "a push"."""
         if self.role != "write":
             raise Forbidden(
                 f"The token {self.token_name!r} may only read, and {what} needs the role write: "
@@ -110,14 +81,10 @@ class Identity:
                 f"and nothing else: for {what}, use the token of a person."
             )
 
-    def out_of_reach(self, named: object) -> RepositoryNotFound | TokenMissing:
+    def out_of_reach(self, named: object) -> RepositoryNotFound:
         """The error for a repository that the token does not reach. A repository that does not
         exist gets the same error, so that no client learns which repositories exist. `named` is
         the name in the request."""
-        if self.is_anonymous:
-            return TokenMissing(
-                f"Without a token, you cannot read a {named} here: check the name, or set HF_TOKEN."
-            )
         return RepositoryNotFound(
             f"There is no {named} here, or the token {self.token_name!r} does not reach it: check "
             "the name, or use another token."
@@ -150,100 +117,52 @@ def signature(identity: Identity) -> Signature:
     return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
 
 
-ANONYMOUS = Identity(user="", role="read", token_name="")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guard:
-    """Accepts the hub's own token, the tokens that a person created on this hub, and the tokens of
-    jobs. Each attempt of a job has its own token, which is valid while the attempt runs. All act
-    for the hub's owner."""
-
-    token: str = field(repr=False)
-    """The hub's own token."""
-    settings: HubSettings
-    database: Database
-    jobs_store: JobStore
-    secret_key: bytes = field(repr=False)
-    """Signs the jobs' tokens."""
-
-    async def check(self, scope: Scope) -> Identity:
-        """Who makes the request.
-
-        Raises Unauthorized if the request has no valid token and needs one. Raises Forbidden for a
-        host name that is not the hub's (see `_without_token`).
-        """
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if not given:
-            return self._without_token(scope)
-        token = _token(given[0]) if len(given) == 1 else b""
-        user = self.settings.owner
-        if secrets.compare_digest(token, self.token.encode()):
-            return Identity(user=user, role="write", token_name="hub", owns_hub=True)
-        if token.startswith(PREFIX.encode()):
-            job = await asyncio.to_thread(
-                job_of_token, token.decode("ascii", "replace"), self.jobs_store, self.secret_key
-            )
-            if job is not None:
-                return Identity(user=user, role="write", token_name=f"job {job.id}", job_id=job.id)
-            raise Unauthorized(
-                "This is not the token of a running attempt of a job: the attempt has ended, or "
-                "the token is wrong."
-            )
-        stored = await asyncio.to_thread(self._stored, token)
-        if stored is None:
-            # `huggingface_hub` looks for exactly this text, and then does not report the repository
-            # as missing.
-            raise Unauthorized("Invalid credentials in Authorization header")
-        return stored
-
-    def _stored(self, token: bytes) -> Identity | None:
-        """The identity of a token that a person created. None if there is no such token."""
-        with self.database.read() as connection:
-            found = connection.execute(select(table).where(table.c.digest == digest(token)))
-            row = found.one_or_none()
-        if row is None:
-            return None
-        now = time.time()
-        if now - (row.last_used_at or 0) >= USE_IS_STORED_EVERY_SECONDS:
-            try:
-                with self.database.write() as connection:
-                    connection.execute(
-                        update(table).where(table.c.name == row.name).values(last_used_at=now)
-                    )
-            except OperationalError as error:
-                # A request that only reads must work even if the disk is full or read-only.
-                logger.warning(
-                    "the hub cannot store that the token %r was used: %s", row.name, error.orig
-                )
-        return Identity(
-            user=self.settings.owner,
-            role=row.role,
-            token_name=row.name,
-            repositories=None if row.repositories is None else frozenset(row.repositories),
-        )
-
-    def _without_token(self, scope: Scope) -> Identity:
-        """The identity of a request without a token. Raises TokenMissing or Unauthorized if the
-        path needs a token.
-
-        Raises Forbidden if the `Host` header has a name that is not the hub's. Without this check,
-        a web page whose host name leads to this machine (DNS rebinding) could read the hub.
-        """
-        if scope["path"] == OF_ITS_BODY_ONLY:
-            return ANONYMOUS
-        if self.settings.public_reads:
-            host = other_host(Headers(scope=scope), scope.get("server"), {self.settings.host})
-            if host is None:
-                return ANONYMOUS
-            raise Forbidden(
-                f"The request is for the host {host!r}, which is not the name of this hub: use the "
-                "address that the hub prints when it starts, or set HF_TOKEN."
-            )
-        error = TokenMissing if _OF_A_REPOSITORY.match(scope["path"]) else Unauthorized
-        raise error(
+def sent_token(scope: Scope) -> bytes:
+    """The token that the request sends; empty if it is sent wrongly. Raises Unauthorized if there
+    is none."""
+    given: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not given:
+        missing = Unauthorized(
             "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints."
         )
+        if _OF_A_REPOSITORY.match(scope["path"]):
+            missing.code = RepositoryNotFound.code
+        raise missing
+    scheme, _, credentials = given[0].partition(b" ")
+    if len(given) == 1 and scheme.lower() == b"bearer":
+        return credentials.strip()
+    if len(given) == 1 and scheme.lower() == b"basic":
+        with contextlib.suppress(binascii.Error):
+            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    return b""
+
+
+def identity_of_stored(database: Database, token: bytes, user: str) -> Identity:
+    """The identity of a token that a person created. Raises Unauthorized."""
+    with database.read() as connection:
+        found = connection.execute(select(table).where(table.c.digest == digest(token)))
+        row = found.one_or_none()
+    if row is None:
+        # `huggingface_hub` looks for exactly this text, and then does not report the repository as
+        # missing.
+        raise Unauthorized("Invalid credentials in Authorization header")
+    return Identity(
+        user=user,
+        role=row.role,
+        token_name=row.name,
+        repositories=None if row.repositories is None else frozenset(row.repositories),
+    )
+
+
+def identity_of_job(jobs_store: JobStore, secret_key: bytes, token: str, user: str) -> Identity:
+    """The identity of a running attempt of a job. Raises Unauthorized."""
+    job = job_of_token(token, jobs_store, secret_key)
+    if job is None:
+        raise Unauthorized(
+            "This is not the token of a running attempt of a job: the attempt has ended, or the "
+            "token is wrong."
+        )
+    return Identity(user=user, role="write", token_name=f"job {job.id}", job_id=job.id)
 
 
 def check_site(scope: Scope) -> None:
@@ -263,18 +182,6 @@ def digest(token: bytes) -> str:
     """What the hub stores of a token. A slower hash is not needed, because a token has 160 random
     bits, and nobody can find it by trying."""
     return hashlib.sha256(token).hexdigest()
-
-
-def _token(value: bytes) -> bytes:
-    scheme, _, credentials = value.partition(b" ")
-    if scheme.lower() == b"bearer":
-        return credentials.strip()
-    if scheme.lower() == b"basic":
-        try:
-            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
-        except binascii.Error:
-            return b""
-    return b""
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -344,7 +251,6 @@ def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
                 "repositories": row.repositories
                 and [names.get(id, "(deleted)") for id in row.repositories],
                 "createdAt": iso_time(row.created_at),
-                "lastUsedAt": row.last_used_at and iso_time(row.last_used_at),
             }
             for row in connection.execute(select(table).order_by(table.c.created_at))
         ]

@@ -93,7 +93,7 @@ def read(
     odd.hub.git("clone", "-qn", f"{odd.hub.url}/datasets/{odd.id}", "copy", cwd=tmp_path)
     assert odd.id in [one.id for one in api.list_datasets()]
     refs = api.list_repo_refs(odd.id, **options)  # type: ignore[arg-type]
-    commits = api.list_repo_commits(odd.id, formatted=True, **options)  # type: ignore[arg-type]
+    commits = api.list_repo_commits(odd.id, **options)  # type: ignore[arg-type]
     return sizes, refs, commits
 
 

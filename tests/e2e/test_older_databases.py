@@ -72,10 +72,10 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 def bring_repository(hub_folder: Path) -> str:
     """Makes a dataset with one commit, which the hub finds at its start. Returns the sha."""
-    from pipeline.hub.actions.repositories import create
     from pipeline.hub.events import EventLog
     from pipeline.hub.repositories import RepositoryName
-    from pipeline.hub.state_folder import stopped_hub
+    from pipeline.hub.routes.administration import create
+    from pipeline.hub.service import stopped_hub
 
     with stopped_hub(hub_folder) as (database, repositories):
         log = EventLog(database=database, hub_url="http://hub")

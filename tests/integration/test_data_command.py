@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
-from pipeline.hub.actions.repositories import create
 from pipeline.hub.events import EventLog
 from pipeline.hub.repositories import repository_name
-from pipeline.hub.state_folder import stopped_hub
+from pipeline.hub.routes.administration import create
+from pipeline.hub.service import stopped_hub
 
 FILES = {
     "faq.jsonl": (

@@ -9,7 +9,7 @@ from sqlalchemy import delete
 
 from pipeline.hub import database as tables
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.state_folder import stopped_hub
+from pipeline.hub.service import stopped_hub
 from serving.weights import release_store
 from tests.hub_fixtures import commit_file, running_hub, wait_until
 from tests.integration.test_hub_purge import Place, pipeline, place
@@ -18,12 +18,14 @@ __all__ = ["place"]
 
 
 def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("pipeline.hub.app.PRUNE_SECONDS", 0.05)
     needed: set[str] = set()
     with running_hub(
-        tmp_path / "hub", needed_commits=lambda: needed, keep_deliveries_days=1e-9
+        tmp_path / "hub",
+        needed_commits=lambda: needed,
+        keep_deliveries_days=1e-9,
+        reconcile_seconds=0.05,
     ) as hub:
         work = tmp_path / "clone"
         hub.git("clone", "-q", hub.create_dataset("local/facts"), str(work), cwd=tmp_path)
@@ -84,8 +86,7 @@ def test_gc_removes_a_large_file_that_no_commit_names_any_more(
     facts = {"repo_id": "local/facts", "repo_type": "dataset"}
     with place.hub() as hub:
         hub.api.upload_file(path_or_fileobj=bytes(2_000_000), path_in_repo="a.bin", **facts)
-        hub.api.delete_file(path_in_repo="a.bin", **facts)
-        hub.api.super_squash_history(**facts)
+        place.push_away(hub)
     files = LargeFiles(place.folder)
     [oid] = files.oids()
     os.utime(files.path(oid), (0, 0))

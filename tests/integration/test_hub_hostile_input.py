@@ -173,7 +173,6 @@ def test_texts_that_git_cannot_store_are_refused(hub: RunningHub, name: str) -> 
     for path, body in (
         ("discussions", {"title": "a\0b", "description": "It", "pullRequest": True}),
         ("tag/main", {"tag": "v1", "message": "a\0b"}),
-        ("super-squash/main", {"message": "a\0b"}),
     ):
         answer = hub.request("POST", f"/api/datasets/{name}/{path}", json=body)
         assert answer.status_code == 400, answer.text

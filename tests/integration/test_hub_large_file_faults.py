@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.routes.lfs import sign
+from pipeline.hub.routes.large_files import sign
 from serving.http.server import Limits
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
 from tests.slow_clients import connected, is_ended, request

@@ -5,17 +5,19 @@ import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeline.hub import commits, repositories
-from pipeline.hub.actions.repositories import create, move
 from pipeline.hub.database import events, open_database
 from pipeline.hub.events import EventLog, reconcile, record_ref_changes
 from pipeline.hub.git import git
 from pipeline.hub.repositories import Repositories, Repository, RepositoryName
-from pipeline.hub.tokens import Identity, signature
+from pipeline.hub.routes.repositories import NewRepository, create, move
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.tokens import Identity
 from tests.hub_fixtures import RunningHub, commit_file
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -123,8 +125,15 @@ def test_git_makes_a_repository_while_others_may_write(
 
     monkeypatch.setattr(repositories, "git", watched)
     monkeypatch.setattr(commits, "git", watched)
-    author = signature(Identity(user="Ada", role="write", token_name="hub"))
-    create(folder.log, folder.repositories, OLD, private=True, author=author)
+    hub: Any = SimpleNamespace(
+        log=folder.log,
+        repositories=folder.repositories,
+        database=folder.database,
+        settings=HubSettings(owner=OLD.owner),
+    )
+    request: Any = SimpleNamespace(base_url="http://hub/")
+    identity = Identity(user="Ada", role="write", token_name="hub")
+    create(request, hub, identity, NewRepository(type=OLD.type, name=OLD.name))
     assert "init" in called and "update-ref" in called
 
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +103,9 @@ def test_deploy_makes_the_space_and_a_second_time_changes_nothing(
     card = metadata_load(readme)
     assert card is not None
     assert (card["sdk"], card["app_file"]) == ("gradio", "app.py")
-    assert list(stack.hub.api.get_space_secrets("ada/made")) == ["WEBHOOK_SECRET"]
+    with closing(sqlite3.connect(stack.hub.root / "hub.sqlite")) as database:
+        secrets = database.execute("SELECT key FROM space_secrets").fetchall()
+    assert ("WEBHOOK_SECRET",) in secrets
 
     again = last_json(stack.run("deploy", "ada/made", "--json"))
     assert again["commit"] == first["commit"]

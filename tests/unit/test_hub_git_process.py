@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hub.actions.discussions import difference
 from pipeline.hub.errors import TooSlow
 from pipeline.hub.git import git
 from pipeline.hub.repositories import Repository, RepositoryName
+from pipeline.hub.routes.discussions import difference
 
 
 @pytest.fixture

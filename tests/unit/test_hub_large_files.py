@@ -18,8 +18,8 @@ from starlette.types import Message, Scope
 from pipeline.formats import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
 from pipeline.hub import large_files
 from pipeline.hub.errors import BadRequest, Conflict
+from pipeline.hub.http_json import file_answer
 from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
-from pipeline.hub.routes.file_answers import answer
 
 CONTENT = random.Random(17).randbytes(2 * CHUNK_BYTES + 17)
 OID = hashlib.sha256(CONTENT).hexdigest()
@@ -89,7 +89,7 @@ def test_a_reader_that_goes_away_while_the_file_is_opened_leaves_it_closed(
         pass
 
     scope: Scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    response = answer(Request(scope), len(CONTENT), {}, partial(files.read, OID))
+    response = file_answer(Request(scope), len(CONTENT), {}, partial(files.read, OID))
     asyncio.run(response(scope, disconnect, send))  # type: ignore[arg-type]
     assert [file.closed for file in opened] == [True]
 

@@ -12,7 +12,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.actions.discussions import Discussions, check_takes_commits
 from pipeline.hub.commits import (
     MAX_GIT_BYTES,
     CommitBody,
@@ -53,8 +52,8 @@ from pipeline.hub.repositories import (
     read_refs,
     remember,
 )
-from pipeline.hub.routes.access import API, Named, Writer, readable
-from pipeline.hub.service import HubOf
+from pipeline.hub.routes.discussions import check_takes_commits, open_discussion
+from pipeline.hub.service import API, HubOf, Named, Writer, readable
 from pipeline.hub.tokens import Identity, signature
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
@@ -66,6 +65,11 @@ class PlannedFile(BaseModel):
     size: int = Field(ge=0)
     sample: Base64Bytes = b""
     """The first 512 bytes of the file."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the file is too large for git, or binary: its sample has a NUL byte."""
+        return self.size > MAX_GIT_BYTES or b"\0" in self.sample
 
 
 class Preupload(BaseModel):
@@ -82,13 +86,18 @@ Made = tuple[str, Sequence[RefChange], int | None]
 number of the pull request that it opened."""
 
 router = APIRouter()
+checks = APIRouter()
 
 
-@router.post("/api/validate-yaml")
+@checks.post("/api/validate-yaml")
 async def validate_yaml(
     hub: HubOf, body: Annotated[Readme, json_body(Readme, max_bytes=MAX_README_BYTES)]
 ) -> JSONResponse:
-    """Answers 400 if the README has an error, so that the client does not commit it."""
+    """Answers 400 if the README has errors, so that the client does not commit it. With warnings
+    only, the client may commit it.
+
+    It needs no token, because its answer depends only on the body, and `metadata_update` and
+    `DatasetCard.push_to_hub` of `huggingface_hub` call it without a token."""
     async with hub.card_slots:
         card = await run_in_threadpool(parse_card, body.content)
     errors = [] if card.error is None else [{"message": card.error}]
@@ -129,7 +138,7 @@ async def preupload(
         return [
             {
                 "path": file.path,
-                "uploadMode": "lfs" if path in tracked or _is_large(file) else "regular",
+                "uploadMode": "lfs" if path in tracked or file.is_large else "regular",
                 "shouldIgnore": path in ignored,
                 "oid": there.get(path),
             }
@@ -182,12 +191,6 @@ def _ignored(
     return ignored_paths(repository, git(repository.folder, "cat-file", "blob", there.oid), paths)
 
 
-def _is_large(file: PlannedFile) -> bool:
-    """Whether the file is too large for git, or binary. A file is binary if its sample has a NUL
-    byte."""
-    return file.size > MAX_GIT_BYTES or b"\0" in file.sample
-
-
 def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
     """Makes the first commit if the repository has no commit. On the Hugging Face Hub every
     repository has a commit, and clients such as `Dataset.push_to_hub` fail without it. No event is
@@ -222,7 +225,10 @@ def commit_to_pull_request(
     earlier = _opened_before(log, repository, identity, base, sha)
     if earlier is not None:
         return earlier
-    opened = Discussions(log=log, repository=repository, identity=identity).open(
+    opened = open_discussion(
+        log,
+        repository,
+        identity,
         title=body.header.summary[:MAX_TITLE],
         text=body.header.description or body.header.summary,
         base=base,

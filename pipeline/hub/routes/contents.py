@@ -1,12 +1,12 @@
-"""API routes that read a repository: its description, trees, commits and files."""
+"""API routes that list repositories, and describe one, its trees, commits and files."""
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from html import escape
 from typing import Annotated
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Depends, Query
+from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -24,18 +24,64 @@ from pipeline.hub.contents import (
     resolve_revision,
     stream_file,
 )
-from pipeline.hub.errors import BadRequest, EntryNotFound, NotFound, RevisionNotFound
-from pipeline.hub.http_json import Json, iso_time, next_page, read_body
+from pipeline.hub.database import refs
+from pipeline.hub.errors import (
+    BadRequest,
+    EntryNotFound,
+    NotFound,
+    NotSupported,
+    RevisionNotFound,
+)
+from pipeline.hub.http_json import Json, file_answer, iso_time, read_body
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.repositories import Repository
-from pipeline.hub.routes import file_answers
-from pipeline.hub.routes.access import API, FILES, Readable
+from pipeline.hub.repositories import DEFAULT_BRANCH, Repository
+from pipeline.hub.service import API, FILES, TYPES, HubOf, Readable, Who
 
-COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
+_QUERY = frozenset(
+    {"author", "search", "pipeline_tag", "limit", "full", "cardData", "config", "expand"}
+)
 
+lists = APIRouter()
 api = APIRouter(prefix=API)
 files = APIRouter(prefix=FILES)
+
+
+def list_repositories(
+    request: Request,
+    hub: HubOf,
+    identity: Who,
+    author: str = "",
+    search: Annotated[Sequence[str], Query()] = (),
+    pipeline_tag: str = "",
+    limit: Annotated[int | None, Query(ge=1)] = None,
+) -> JSONResponse:
+    """The repositories of one type, the newest first. Raises NotSupported for a filter or an order
+    that this hub does not have, because without it the list would be wrong."""
+    if unknown := sorted(request.query_params.keys() - _QUERY):
+        raise NotSupported(
+            f"Lists by {', '.join(unknown)}: not supported by this hub. It lists by author, "
+            "search, pipeline_tag and limit, the newest first."
+        )
+    type = TYPES[request.url.path.removeprefix("/api/")]
+    with hub.database.read() as connection:
+        newest = select(refs.c.repository_id, refs.c.sha).where(refs.c.ref == DEFAULT_BRANCH)
+        heads = {row.repository_id: row.sha for row in connection.execute(newest)}
+        present = hub.repositories.all(connection)
+    found = [
+        described(repository, heads.get(repository.id))
+        for repository in sorted(present, key=lambda each: each.created_at, reverse=True)
+        if repository.name.type == type
+        and identity.may_see(repository)
+        and author.lower() in ("", repository.name.owner.lower())
+        and all(text.lower() in repository.name.id.lower() for text in search)
+    ]
+    shown = [each for each in found if pipeline_tag in ("", each.get("pipeline_tag"))]
+    return JSONResponse(shown[:limit])
+
+
+for _plural in TYPES:
+    lists.get(f"/api/{_plural}")(list_repositories)
 
 
 @api.get("")
@@ -50,7 +96,8 @@ def describe_newest(repository: Readable, blobs: bool = False) -> JSONResponse:
 @api.get("/revision/{revision:rest}")
 def describe(repository: Readable, revision: str, blobs: bool = False) -> JSONResponse:
     commit = resolve_revision(repository, revision)
-    siblings = siblings_at(repository, commit, blobs)
+    entries = list_tree(repository, commit, recursive=True)
+    siblings = [_sibling(entry, blobs) for entry in entries if entry.type == "file"]
     return JSONResponse({**described(repository, commit), "siblings": siblings})
 
 
@@ -58,10 +105,7 @@ def describe(repository: Readable, revision: str, blobs: bool = False) -> JSONRe
 @api.get("/tree/{revision:part}/{path:rest}")
 @api.get("/tree/{revision:part}")
 def tree(
-    repository: Readable,
-    revision: str,
-    path: str = "",
-    recursive: bool = False,
+    repository: Readable, revision: str, path: str = "", recursive: bool = False
 ) -> JSONResponse:
     commit = resolve_revision(repository, revision)
     entries = list_tree(repository, commit, path, recursive=recursive)
@@ -87,36 +131,20 @@ def paths_info(
 
 
 @api.get("/commits/{revision:rest}")
-def commits(
-    request: Request,
-    repository: Readable,
-    revision: str,
-    p: Annotated[int, Query(ge=0, lt=10**6)] = 0,
-    limit: Annotated[int, Query(ge=1)] = COMMITS_PER_PAGE,
-    at: str | None = None,
-    expand: Annotated[Sequence[str], Query(alias="expand[]")] = (),
-) -> JSONResponse:
-    """The commits, newest first. `p` is the number of the page, from 0. The link to the next page
-    also has the sha of the newest commit on the first page (`at`). So a push between two pages does
-    not change which commits are on which page."""
-    limit = min(limit, COMMITS_PER_PAGE)
-    commit = resolve_revision(repository, at or revision)
-    found = list_commits(repository, commit, skip=p * limit, limit=limit + 1)
-    items: list[Json] = []
-    for one in found[:limit]:
-        item: Json = {
-            "id": one.sha,
-            "title": one.title,
-            "message": one.message,
-            "date": iso_time(one.committed_at),
-            "authors": [{"user": one.author}],
-        }
-        if "formatted" in expand:
-            item["formatted"] = {"title": escape(one.title), "message": escape(one.message)}
-        items.append(item)
-    more = len(found) > limit
+def commits(repository: Readable, revision: str) -> JSONResponse:
+    """All commits, newest first."""
+    commit = resolve_revision(repository, revision)
     return JSONResponse(
-        items, headers=next_page(request, {"p": p + 1, "at": commit}) if more else None
+        [
+            {
+                "id": one.sha,
+                "title": one.title,
+                "message": one.message,
+                "date": iso_time(one.committed_at),
+                "authors": [{"user": one.author}],
+            }
+            for one in list_commits(repository, commit, skip=0, limit=-1)
+        ]
     )
 
 
@@ -136,7 +164,7 @@ def resolve(request: Request, repository: Readable, revision: str, path: str = "
     headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
     is_small = request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES
     content = read_file(repository, file) if is_small else partial(stream_file, repository, file)
-    return file_answers.answer(request, file.size_bytes, headers, content)
+    return file_answer(request, file.size_bytes, headers, content)
 
 
 def _large_file(
@@ -151,14 +179,8 @@ def _large_file(
             "`git lfs push --all <this hub>`.",
             headers={"X-Repo-Commit": commit},
         )
-    tag = f'"{pointer.oid}"'
-    headers = {
-        "X-Repo-Commit": commit,
-        "ETag": tag,
-        "X-Linked-Etag": tag,
-        "X-Linked-Size": str(size),
-    }
-    return file_answers.answer(request, size, headers, partial(large.read, pointer.oid))
+    headers = {"X-Repo-Commit": commit, "ETag": f'"{pointer.oid}"'}
+    return file_answer(request, size, headers, partial(large.read, pointer.oid))
 
 
 @lru_cache(maxsize=10_000)
@@ -171,10 +193,7 @@ def described(repository: Repository, commit: str | None) -> Json:
         "id": repository.name.id,
         "author": repository.name.owner,
         "private": repository.private,
-        "gated": False,
         "tags": [],
-        "downloads": 0,
-        "likes": 0,
         "createdAt": iso_time(repository.created_at),
         "lastModified": iso_time(repository.created_at),
         "sha": commit,
@@ -193,28 +212,22 @@ def described(repository: Repository, commit: str | None) -> Json:
     return facts
 
 
-def siblings_at(repository: Repository, commit: str, with_sizes: bool = False) -> list[Json]:
-    """The files of the commit."""
-    entries = list_tree(repository, commit, recursive=True)
-    return [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"]
-
-
 def _entry(entry: Entry) -> Json:
-    facts: Json = {"type": entry.type, "path": entry.path, "oid": entry.oid}
-    facts["size"] = entry.content_bytes if entry.type == "file" else 0
-    if entry.lfs is not None:
-        facts["lfs"] = {"oid": entry.lfs.oid, **_sizes(entry, entry.lfs)}
-    return facts
+    size = entry.content_bytes if entry.type == "file" else 0
+    facts: Json = {"type": entry.type, "path": entry.path, "oid": entry.oid, "size": size}
+    return facts | _large(entry, "oid")
 
 
 def _sibling(entry: Entry, with_sizes: bool) -> Json:
-    if not with_sizes:
-        return {"rfilename": entry.path}
-    facts: Json = {"rfilename": entry.path, "size": entry.content_bytes, "blobId": entry.oid}
-    if entry.lfs is not None:
-        facts["lfs"] = {"sha256": entry.lfs.oid, **_sizes(entry, entry.lfs)}
+    facts: Json = {"rfilename": entry.path}
+    if with_sizes:
+        facts |= {"size": entry.content_bytes, "blobId": entry.oid, **_large(entry, "sha256")}
     return facts
 
 
-def _sizes(entry: Entry, pointer: Pointer) -> Json:
-    return {"size": pointer.size, "pointerSize": entry.size_bytes}
+def _large(entry: Entry, name: str) -> Json:
+    """What is told of a large file. `name` is what its sha256 is called."""
+    if entry.lfs is None:
+        return {}
+    sizes = {"size": entry.lfs.size, "pointerSize": entry.size_bytes}
+    return {"lfs": {name: entry.lfs.oid, **sizes}}

@@ -1,30 +1,54 @@
-"""API routes for discussions and pull requests."""
+"""API routes for discussions and pull requests: they list, open, comment on, close and merge them.
+
+Each change is stored together with its event.
+"""
 
 import logging
+import tempfile
+import time
 from html import escape
+from secrets import token_hex
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Path
 from pydantic import BaseModel
+from sqlalchemy import Connection, func, insert, select, update
 from starlette.requests import Request
 
-from pipeline.hub.actions.discussions import Discussions, commits_of, difference, try_merge
+from pipeline.hub.contents import read_commit
+from pipeline.hub.database import discussions as table
 from pipeline.hub.discussions import (
     CLOSED,
     OPEN,
     Discussion,
     DiscussionEvent,
+    Status,
+    add_comment,
+    add_event,
+    checked_title,
     find_discussion,
     list_discussions,
     list_events,
 )
-from pipeline.hub.errors import HubError
+from pipeline.hub.errors import BadRequest, Conflict, HubError, RequestError
+from pipeline.hub.events import Event, EventLog, record_ref_changes
+from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
 from pipeline.hub.repositories import DEFAULT_BRANCH, Repository, read_refs
-from pipeline.hub.routes.access import API, Locked, Readable, Writer, writer
-from pipeline.hub.service import HubOf
+from pipeline.hub.service import API, HubOf, Locked, Readable, Writer
+from pipeline.hub.tokens import Identity, Signature, signature
 
 logger = logging.getLogger(__name__)
+
+MAX_DIFF_BYTES = 1024 * 1024
+MAX_SECONDS = 30.0
+"""How long git may take to compare or merge two commits. A merge holds the repository's lock."""
+_CUT = "\n[The difference is longer, and is cut here.]\n"
+_NOT_SHOWN = (
+    "[The difference is not shown, because git failed: the pull request may have no commit, or no "
+    f"commit in common with its branch, or git needed more than {MAX_SECONDS:g} s. The hub's log "
+    "has git's error.]\n"
+)
 
 router = APIRouter(prefix=f"{API}/discussions")
 Num = Annotated[int, Path(lt=10**9)]
@@ -75,31 +99,28 @@ def show(hub: HubOf, repository: Readable, num: Num, diff: bool = False) -> Json
     with hub.database.read() as connection:
         discussion = find_discussion(connection, repository, num)
         events = list_events(connection, discussion)
-    found = [(event.created_at, _event_as_json(event)) for event in events]
     document = _as_json(discussion, repository)
-    if discussion.is_pull_request:
-        document |= _describe_pull_request(repository, discussion, found, diff)
-    document["events"] = [event for _, event in sorted(found, key=lambda pair: pair[0])]
+    document["events"] = [_event_as_json(event) for event in events]
+    if discussion.base is not None:
+        document["changes"] = {"base": discussion.base, "mergeCommitId": discussion.merge_commit}
+        document["filesWithConflicts"] = None  # not known before a merge, which names them
+        if diff:
+            document["diff"] = difference(repository, discussion.base, discussion.ref)
     return document
 
 
-async def _changing(hub: HubOf, identity: Writer, repository: Locked) -> Discussions:
-    return Discussions(log=hub.log, repository=repository, identity=identity)
-
-
-Changing = Annotated[Discussions, Depends(_changing)]
-"""Declare it after the body, as `Locked`: the lock is not held while the body comes in. So the
-routes check the token by `WRITING`, before the body is read."""
-WRITING = [Depends(writer)]
-
-
-@router.post("", dependencies=WRITING)
+@router.post("")
 def create(
     request: Request,
+    hub: HubOf,
+    identity: Writer,
     body: Annotated[NewDiscussion, json_body(NewDiscussion)],
-    discussions: Changing,
+    repository: Locked,
 ) -> Json:
-    made = discussions.open(
+    made = open_discussion(
+        hub.log,
+        repository,
+        identity,
         title=body.title,
         text=body.description,
         status="draft" if body.pullRequest else "open",
@@ -108,29 +129,231 @@ def create(
     return {
         "num": made.num,
         "pullRequest": made.is_pull_request,
-        "url": f"{hub_url(request)}/{discussions.repository.name.path}/discussions/{made.num}",
+        "url": f"{hub_url(request)}/{repository.name.path}/discussions/{made.num}",
     }
 
 
-@router.post("/{num}/comment", dependencies=WRITING)
+@router.post("/{num}/comment")
 def comment(
-    body: Annotated[NewComment, json_body(NewComment)], discussions: Changing, num: Num
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[NewComment, json_body(NewComment)],
+    repository: Locked,
+    num: Num,
 ) -> Json:
-    return {"newMessage": _event_as_json(discussions.comment(num, body.comment))}
+    with hub.database.write() as connection:
+        added = _comment(connection, hub.log, repository, identity, num, body.comment)
+    return {"newMessage": _event_as_json(added)}
 
 
-@router.post("/{num}/status", dependencies=WRITING)
+@router.post("/{num}/status")
 def set_status(
-    body: Annotated[NewStatus, json_body(NewStatus)], discussions: Changing, num: Num
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[NewStatus, json_body(NewStatus)],
+    repository: Locked,
+    num: Num,
 ) -> Json:
-    changed = discussions.set_status(num, body.status, body.comment)
+    with hub.database.write() as connection:
+        changed = _set_status(
+            connection, hub.log, repository, identity, num, body.status, body.comment
+        )
     return {"newStatus": _event_as_json(changed)}
 
 
-@router.post("/{num}/merge", dependencies=WRITING)
-def merge(body: Annotated[Merge, json_body(Merge)], discussions: Changing, num: Num) -> Json:
-    discussions.merge(num, body.comment)
+@router.post("/{num}/merge")
+def merge(
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[Merge, json_body(Merge)],
+    repository: Locked,
+    num: Num,
+) -> Json:
+    """Merges a pull request: makes one commit of its changes, on the branch that it is for."""
+    with hub.database.read() as connection:
+        found = find_discussion(connection, repository, num)
+    if found.base is None:
+        raise BadRequest(
+            f"Discussion {num} has no commits to merge: give the number of a pull request."
+        )
+    if found.status not in OPEN:
+        raise Conflict(f"Pull request {num} is {found.status} already: merge an open one.")
+    refs = read_refs(repository)
+    if found.base not in refs or found.ref not in refs:
+        raise Conflict(
+            f"{found.base} or {found.ref} does not exist, so pull request {num} "
+            "cannot be merged: open another one."
+        )
+    base, head = refs[found.base], refs[found.ref]
+    message = f"{found.title} (#{num})\n"
+    commit = squash(repository, base, head, message=message, author=signature(identity))
+    with hub.database.write() as connection:
+        _set_status(connection, hub.log, repository, identity, num, "merged", body.comment, commit)
+        # The branch moves last, because the comment may be refused. If git fails, nothing is
+        # stored. If the hub is killed before the transaction ends, the branch has the commit, and
+        # the pull request stays open.
+        git(repository.folder, "update-ref", found.base, commit, base)
+    record_ref_changes(repository, hub.log)
     return {}
+
+
+def open_discussion(
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    *,
+    title: str,
+    text: str,
+    status: Status = "open",
+    base: str | None,
+    head: str | None = None,
+) -> Discussion:
+    """Opens a discussion, or a pull request for the branch `base`. The pull request's ref first
+    points to the commit `head`, or to the newest commit of `base` if `head` is None. The caller
+    holds the repository's lock. Raises BadRequest if the branch does not exist, or if the title or
+    the text is wrong."""
+    refs = read_refs(repository)
+    if base is not None and base not in refs:
+        raise BadRequest(f"The {repository.name} has no commit on {base}: push one first.")
+    # Store the discussion before the ref exists. A ref without a discussion could never be deleted,
+    # and would keep its commits from being purged. If the hub is killed or git fails before the ref
+    # exists, the pull request has no commits: a person can push commits to it, or close it.
+    with log.database.write() as connection:
+        last = select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
+        num = (connection.scalar(last) or 0) + 1
+        connection.execute(
+            insert(table).values(
+                id=token_hex(12),
+                repository_id=repository.id,
+                num=num,
+                title=checked_title(title),
+                author=identity.user,
+                status=status,
+                base=base,
+                created_at=time.time(),
+            )
+        )
+        found = find_discussion(connection, repository, num)
+        first = add_comment(connection, found, author=identity.user, text=text)
+        event = Event(action="create", scope="discussion", discussion=found, comment=first)
+        log.record(connection, repository, event)
+    if base is not None:
+        git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
+        record_ref_changes(repository, log)
+    return found
+
+
+def _comment(
+    connection: Connection,
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    num: int,
+    text: str,
+) -> DiscussionEvent:
+    found = find_discussion(connection, repository, num)
+    added = add_comment(connection, found, author=identity.user, text=text)
+    event = Event(action="create", scope="discussion.comment", discussion=found, comment=added)
+    log.record(connection, repository, event)
+    return added
+
+
+def _set_status(
+    connection: Connection,
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    num: int,
+    status: Status,
+    text: str | None,
+    merge_commit: str | None = None,
+) -> DiscussionEvent:
+    """Changes the status, and adds the comment `text`. The comment is an event of its own, so that
+    a webhook which reads comments gets this one too. Raises Conflict if the pull request is merged,
+    or the discussion has this status already."""
+    if text:
+        _comment(connection, log, repository, identity, num, text)
+    found = find_discussion(connection, repository, num)
+    if found.status == "merged":
+        raise Conflict(
+            f"Pull request {num} is merged, so its status cannot change: open a new pull request."
+        )
+    if found.status == status:
+        raise Conflict(f"Discussion {num} is {status} already.")
+    values = {"status": status, "merge_commit": merge_commit}
+    connection.execute(update(table).where(table.c.id == found.id).values(values))
+    changed = add_event(connection, found, "status-change", identity.user, status)
+    after = find_discussion(connection, repository, num)
+    log.record(connection, repository, Event(action="update", scope="discussion", discussion=after))
+    return changed
+
+
+def difference(repository: Repository, base: str, head: str) -> str:
+    """The output of `git diff` from the last common commit of `base` and `head` to `head`, or a
+    line that says why it is not shown."""
+    # Into a file, because the difference of two datasets may be larger than the memory.
+    with tempfile.TemporaryFile() as file:
+        try:
+            git(
+                repository.folder,
+                *("diff", "--no-ext-diff", "--no-color", f"{base}...{head}", "--"),
+                into=file,
+                seconds=MAX_SECONDS,
+            )
+        except HubError as error:
+            logger.warning("the difference of a pull request is not shown: %s", error)
+            return _NOT_SHOWN
+        file.seek(0)
+        text = file.read(MAX_DIFF_BYTES).decode(errors="replace")
+        return text + _CUT if file.read(1) else text
+
+
+def squash(repository: Repository, base: str, head: str, *, message: str, author: Signature) -> str:
+    """Makes one commit on top of `base` that has all changes of the commits up to `head`, and
+    returns its sha. Returns `base` if these commits change nothing.
+
+    Raises Conflict if git cannot merge some files, and its message names them. Also raises it if
+    git fails: the two may have no commit in common, git may need more than `MAX_SECONDS`, or it may
+    be older than 2.38 and cannot merge without a work tree."""
+    try:
+        output = git(
+            repository.folder,
+            *("merge-tree", "--write-tree", "-z", "--name-only", "--no-messages", base, head),
+            may_exit_with=(1,),
+            seconds=MAX_SECONDS,
+        )
+    except RequestError:
+        raise
+    except HubError as error:
+        raise Conflict(
+            f"The hub cannot merge the pull request ({error}). Merge it in a clone, and push the "
+            "branch; or open another pull request, from a commit of the branch."
+        ) from None
+    tree, *conflicts = output.decode(errors="replace").rstrip("\0").split("\0")
+    if conflicts:
+        raise Conflict(
+            f"The pull request cannot be merged, because both sides changed "
+            f"{', '.join(conflicts[:10])}: merge the branch into the pull request first."
+        )
+    if read_commit(repository, base).tree == tree:
+        return base
+    commit = git(
+        repository.folder,
+        *("commit-tree", tree, "-p", base, "-F", "-"),
+        stdin=message.encode(),
+        extra=author.environment,
+    )
+    return commit.decode().strip()
+
+
+def check_takes_commits(log: EventLog, repository: Repository, ref: str) -> None:
+    """Raises Conflict if the pull request of this ref is closed or merged: such a pull request
+    takes no more commits. Raises NotFound if there is no pull request for this ref."""
+    with log.database.read() as connection:
+        num = int(ref.removeprefix(PULL_REQUEST_PREFIX))
+        discussion = find_discussion(connection, repository, num)
+    if discussion.status not in OPEN:
+        raise Conflict(f"Pull request {num} is {discussion.status}: open another one.")
 
 
 def _as_json(discussion: Discussion, repository: Repository) -> Json:
@@ -159,48 +382,3 @@ def _event_as_json(event: DiscussionEvent) -> Json:
         "createdAt": iso_time(event.created_at),
         "data": data,
     }
-
-
-def _describe_pull_request(
-    repository: Repository,
-    discussion: Discussion,
-    events: list[tuple[float, Json]],
-    with_difference: bool,
-) -> Json:
-    """The fields of a pull request that come from git. Adds its commits to `events`."""
-    assert discussion.base is not None
-    document: Json = {
-        "changes": {"base": discussion.base, "mergeCommitId": discussion.merge_commit},
-        "filesWithConflicts": [],
-    }
-    refs = read_refs(repository)
-    base, head = refs.get(discussion.base), refs.get(discussion.ref)
-    if base is None or head is None:
-        return document
-    for commit in commits_of(repository, base, head):
-        event: Json = {
-            "id": commit.sha[:24],
-            "type": "commit",
-            "author": {"name": commit.author, "type": "user"},
-            "createdAt": iso_time(commit.committed_at),
-            "data": {"subject": commit.title, "oid": commit.sha},
-        }
-        events.append((max(commit.committed_at, discussion.created_at), event))
-    if discussion.status in OPEN:
-        document["filesWithConflicts"] = _files_with_conflicts(repository, base, head)
-    if with_difference:
-        document["diff"] = difference(repository, base, head)
-    return document
-
-
-def _files_with_conflicts(repository: Repository, base: str, head: str) -> list[str] | bool:
-    """The files that git cannot merge. True if git cannot make this list: clients of the Hugging
-    Face Hub take it to mean that the pull request cannot be merged."""
-    try:
-        return try_merge(repository, base, head)[1]
-    except HubError as error:
-        # Only logged, because the rest of the pull request can be read. A merge gives the error.
-        logger.warning(
-            "the conflicts of a pull request of %s are not known: %s", repository.name, error
-        )
-        return True

@@ -20,14 +20,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from pipeline.hub import git
-from pipeline.hub.discussions import open_refs
+from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git import clear_repository
 from pipeline.hub.http_json import GIT_SERVICES, receive_into
 from pipeline.hub.repositories import Repository
-from pipeline.hub.routes.access import FILES, Named, Readable, Who
-from pipeline.hub.service import Hub, HubOf
+from pipeline.hub.service import FILES, Hub, HubOf, Named, Readable, Who
 
 _LS_REFS = b"0014command=ls-refs"
 
@@ -35,8 +34,8 @@ router = APIRouter(prefix=FILES)
 
 
 async def _check(request: Request, identity: Who) -> None:
-    """Raises BadRequest if the request is not git's. Raises Unauthorized or Forbidden if it belongs
-    to a push, and the token may not write."""
+    """Raises BadRequest if the request is not git's. Raises Forbidden if it belongs to a push, and
+    the token may not write."""
     service = request.url.path.rpartition("/")[2]
     is_git = request.headers.get("content-type") == f"application/x-{service}-request"
     if service == "refs":
@@ -113,7 +112,7 @@ def _environment(
     hub: Hub, request: Request, repository: Repository, body: IO[bytes]
 ) -> dict[str, str]:
     with hub.database.read() as connection:
-        refs = open_refs(connection, repository)
+        refs = open_bases(connection, repository)
     return git.cgi_environment(request, repository.folder, body, refs)
 
 

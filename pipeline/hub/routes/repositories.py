@@ -1,53 +1,68 @@
-"""API routes that create, delete and move repositories, and change their settings."""
+"""API routes that create, delete and move repositories, and change branches, tags and the secrets
+of Spaces.
 
-from typing import Annotated, Literal
+A Space's app gets its secrets as environment variables. They are stored encrypted, and no route
+shows their values. Each change of a branch or a tag stores an event, as a push does.
+"""
+
+import time
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel
+from pydantic import BaseModel, StringConstraints
+from sqlalchemy.dialects.sqlite import insert
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.actions import repositories as acts
-from pipeline.hub.errors import BadRequest, Conflict, NotSupported
+from pipeline.hub.commits import first_commit
+from pipeline.hub.contents import resolve_revision
+from pipeline.hub.database import space_secrets
+from pipeline.hub.errors import BadRequest, Conflict, NotSupported, RevisionNotFound
+from pipeline.hub.events import Event, record_ref_changes
+from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import Json, client_warning, hub_url, json_body
 from pipeline.hub.repositories import (
+    DEFAULT_BRANCH,
     RESERVED_OWNERS,
+    SHA,
+    Repository,
     RepositoryName,
     RepositoryType,
+    is_ref_name,
+    peeled_refs,
+    read_refs,
+    remember,
     repository_name,
 )
-from pipeline.hub.routes.access import (
+from pipeline.hub.service import (
     API,
+    Hub,
+    HubOf,
     Locked,
     Readable,
     Who,
     Writer,
     everywhere,
     person,
-    writer,
 )
-from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.tokens import Identity, signature
 from pipeline.hub.webhooks import list_webhooks
 
-_RESERVED_NAMES = frozenset({"auth-check", "discussions", "refs"})
+_RESERVED_NAMES = frozenset({"discussions", "refs"})
 """In the URLs of the API, these words after a name ask something of the repository."""
 
 router = APIRouter()
-Visibility = Literal["private", "protected", "public"]
-"""On the Hugging Face Hub, `protected` hides the files. Here it hides the repository."""
 
 
 class NamedRepository(BaseModel):
-    # The client also sends options that this hub does not have, such as hardware and templates.
+    # The client also sends options that this hub does not have, such as visibility and hardware.
     name: str
     organization: str | None = None
     type: RepositoryType = "model"
 
 
 class NewRepository(NamedRepository):
-    visibility: Visibility | None = None
     secrets: tuple[object, ...] = ()
     variables: tuple[object, ...] = ()
     empty: bool = False
@@ -61,9 +76,21 @@ class Move(BaseModel):
     type: RepositoryType = "model"
 
 
-class RepositorySettings(BaseModel):
-    visibility: Visibility | None = None
-    gated: str | bool | None = None
+class NewSecret(BaseModel):
+    key: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
+    value: Annotated[
+        str, StringConstraints(min_length=1, max_length=64 * 1024, pattern=r"^[^\x00]*$")
+    ]
+
+
+class NewBranch(BaseModel):
+    startingPoint: str | None = None
+
+
+class NewTag(BaseModel):
+    tag: str
+    # Git allows no NUL character in it.
+    message: Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")] | None = None
 
 
 @router.post("/api/repos/create")
@@ -81,13 +108,14 @@ def create(
         )
     url = f"{hub_url(request)}/{name.path}"
     try:
-        repository = acts.create(
-            hub.log,
-            hub.repositories,
-            name,
-            private=body.visibility != "public",
-            author=None if body.empty else signature(identity),
-        )
+        # Git works before the transaction, because no push can be stored during it.
+        with hub.repositories.prepared(name, private=True) as prepared:
+            first = [] if body.empty else [first_commit(prepared, signature(identity))]
+            with hub.database.write() as connection:
+                repository = hub.repositories.add(connection, prepared)
+                if first:
+                    remember(connection, repository, first)
+                hub.log.record(connection, repository, Event(action="create"))
     except Conflict as error:
         raise Conflict(str(error), url=url) from None
     return {"url": url, "name": name.id, "id": repository.id}
@@ -100,7 +128,13 @@ async def remove(
     owner = body.organization or hub.settings.owner
     name = RepositoryName(type=body.type, owner=owner, name=body.name)
     async with hub.locked(name, identity) as repository:
-        await run_in_threadpool(acts.delete, hub.log, hub.repositories, repository)
+        await run_in_threadpool(_delete, hub, repository)
+
+
+def _delete(hub: Hub, repository: Repository) -> None:
+    with hub.repositories.removal(repository), hub.database.write() as connection:
+        hub.log.record(connection, repository, Event(action="delete"))
+        hub.repositories.forget(connection, repository)
 
 
 @router.post("/api/repos/move", dependencies=[Depends(person)])
@@ -111,15 +145,18 @@ async def move(
     new_owner, _, new = body.toRepo.rpartition("/")
     target = _new_name(hub, body.type, new_owner, new)
     async with hub.locked(source, identity) as repository:
-        await run_in_threadpool(acts.move, hub.log, hub.repositories, repository, target)
-        told = await run_in_threadpool(_left_behind, hub, repository.name, target)
+        told = await run_in_threadpool(_move, hub, repository, target)
     headers = client_warning(f"moved {repository.name.id}", told)
     return JSONResponse({"url": f"{hub_url(request)}/{target.path}"}, headers=headers)
 
 
-def _left_behind(hub: Hub, old: RepositoryName, new: RepositoryName) -> list[str]:
-    """What a person has to change after a move, because webhooks watch the old name."""
-    with hub.database.read() as connection:
+def _move(hub: Hub, repository: Repository, new: RepositoryName) -> list[str]:
+    """Moves the repository, and returns what a person has to change then, because webhooks watch
+    the old name. Raises Conflict if the new one is taken."""
+    old = repository.name
+    with hub.database.write() as connection:
+        hub.repositories.rename(connection, repository, new)
+        hub.log.record(connection, repository, Event(action="move", moved_to=new))
         webhooks = list_webhooks(connection)
     ids = [each.id for each in webhooks if any(item.is_for(old) for item in each.watched)]
     if not ids:
@@ -132,32 +169,6 @@ def _left_behind(hub: Hub, old: RepositoryName, new: RepositoryName) -> list[str
     ]
 
 
-@router.get(f"{API}/auth-check/write", dependencies=[Depends(writer)])
-@router.get(f"{API}/auth-check")
-def check_access(_: Readable) -> Json:
-    return {}
-
-
-@router.put(f"{API}/settings")
-def change_settings(
-    hub: HubOf,
-    identity: Writer,
-    body: Annotated[RepositorySettings, json_body(RepositorySettings)],
-    repository: Locked,
-) -> Json:
-    """Changes the visibility. Raises BadRequest for `gated`, and ignores all other settings."""
-    identity.require_person("the settings of a repository")
-    if body.gated:
-        raise BadRequest(
-            "Gated repositories are not supported by this hub: make the repository private, and "
-            "create a token for it with `pipeline hub tokens create`."
-        )
-    private = repository.private if body.visibility is None else body.visibility != "public"
-    if private != repository.private:
-        acts.set_private(hub.log, hub.repositories, repository, private)
-    return {"private": private}
-
-
 def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> RepositoryName:
     """The name of a new repository. Raises BadRequest if no repository may have it."""
     owner = owner or hub.settings.owner
@@ -167,3 +178,126 @@ def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> R
             "something else, so nobody could reach the repository. Choose another name."
         )
     return repository_name(type, owner, name)
+
+
+@router.post(f"{API}/secrets")
+def put_secret(
+    hub: HubOf,
+    identity: Writer,
+    secret: Annotated[NewSecret, json_body(NewSecret)],
+    space: Locked,
+) -> None:
+    """Adds or replaces a secret of a Space. Like the Hugging Face Hub, stores an event of the scope
+    `repo.config`."""
+    identity.require_person("secrets of a Space")
+    if space.name.type != "space":
+        raise BadRequest(f"A {space.name.type} has no secrets: only a Space has any.")
+    values = {"encrypted_value": hub.cipher.encrypt(secret.value), "updated_at": time.time()}
+    with hub.database.write() as connection:
+        connection.execute(
+            insert(space_secrets)
+            .values(repository_id=space.id, key=secret.key, **values)
+            .on_conflict_do_update(index_elements=["repository_id", "key"], set_=values)
+        )
+        hub.log.record(connection, space, Event(action="update", scope="repo.config"))
+
+
+@router.get(f"{API}/refs")
+def list_refs(repository: Readable, include_prs: bool = False) -> Json:
+    return {
+        "branches": _listed(repository, "refs/heads/"),
+        "tags": _listed(repository, "refs/tags/"),
+        "converts": [],
+        "pullRequests": _listed(repository, PULL_REQUEST_PREFIX) if include_prs else [],
+    }
+
+
+@router.post(f"{API}/branch/{{branch:rest}}")
+def create_branch(
+    hub: HubOf,
+    body: Annotated[NewBranch, json_body(NewBranch)],
+    repository: Locked,
+    branch: str,
+) -> None:
+    """The branch begins at `startingPoint`, by default at the newest commit of `main`."""
+    ref = _new_ref(repository, "refs/heads/", branch)
+    commit = resolve_revision(repository, body.startingPoint or "main")
+    git(repository.folder, "update-ref", ref, commit, NO_REF)
+    record_ref_changes(repository, hub.log)
+
+
+@router.delete(f"{API}/branch/{{branch:rest}}")
+def delete_branch(hub: HubOf, repository: Locked, branch: str) -> None:
+    ref = _full_ref("refs/heads/", branch)
+    if ref == DEFAULT_BRANCH:
+        raise BadRequest(f"Cannot delete {DEFAULT_BRANCH}: delete the repository instead.")
+    _delete_ref(hub, repository, ref)
+
+
+@router.post(f"{API}/tag/{{revision:rest}}")
+def create_tag(
+    hub: HubOf,
+    identity: Writer,
+    body: Annotated[NewTag, json_body(NewTag)],
+    repository: Locked,
+    revision: str,
+) -> None:
+    """Creates an annotated tag if there is a `message`."""
+    commit = resolve_revision(repository, revision)
+    ref = _new_ref(repository, "refs/tags/", body.tag)
+    if body.message:
+        git(
+            repository.folder,
+            # By default, git would remove lines that begin with `#`, such as titles in Markdown.
+            *("tag", "-a", "--cleanup=verbatim", "-F", "-", body.tag, commit),
+            stdin=f"{body.message}\n".encode(),
+            extra=signature(identity).environment,
+        )
+    else:
+        git(repository.folder, "update-ref", ref, commit, NO_REF)
+    record_ref_changes(repository, hub.log)
+
+
+@router.delete(f"{API}/tag/{{tag:rest}}")
+def delete_tag(hub: HubOf, repository: Locked, tag: str) -> None:
+    _delete_ref(hub, repository, _full_ref("refs/tags/", tag))
+
+
+def _delete_ref(hub: Hub, repository: Repository, ref: str) -> None:
+    if ref not in read_refs(repository):
+        raise RevisionNotFound(f"The {repository.name} has no {ref}: check the name.")
+    git(repository.folder, "update-ref", "-d", ref)
+    record_ref_changes(repository, hub.log)
+
+
+def _listed(repository: Repository, prefix: str) -> list[dict[str, str]]:
+    return [
+        {"name": name, "ref": f"{prefix}{name}", "targetCommit": commit}
+        for name, commit in peeled_refs(repository, prefix)
+    ]
+
+
+def _new_ref(repository: Repository, prefix: str, name: str) -> str:
+    if SHA.fullmatch(name):
+        raise BadRequest(f"{name!r} has the form of a commit's sha: choose another name.")
+    ref = _full_ref(prefix, name)
+    for existing in read_refs(repository):
+        if existing == ref:
+            raise Conflict(f"Reference {ref} already exists: choose another name.")
+        if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
+            # Git stores each ref as a file, and one of the two would be a folder. This is no
+            # Conflict: with `exist_ok`, a client takes status 409 to mean that `ref` exists.
+            raise BadRequest(
+                f"Reference {ref} cannot exist together with {existing}: choose another name."
+            )
+    return ref
+
+
+def _full_ref(prefix: str, name: str) -> str:
+    if not is_ref_name(name) or name == "HEAD" or name.startswith("refs/"):
+        raise BadRequest(
+            f"{name!r} is not a valid name for a branch or a tag: use letters, digits, '-', '_', "
+            "'.' and '/', and at most 250 bytes between two '/'. The names HEAD and refs/… are not "
+            "allowed."
+        )
+    return f"{prefix}{name}"

@@ -1,43 +1,49 @@
-"""API routes with which `HfApi` of `huggingface_hub` manages webhooks."""
+"""API routes for webhooks, which are those of `HfApi` of `huggingface_hub`, and for deliveries:
+they list deliveries, replay one, or send a test event."""
 
 import contextlib
 import difflib
+import time
 from collections.abc import Collection, Iterator
 from secrets import token_hex
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Query
 from sqlalchemy import Connection
 from starlette.responses import JSONResponse
 
 from jobs.errors import JobNotFound
 from pipeline.hub import outbox
 from pipeline.hub.errors import BadRequest, NotSupported
+from pipeline.hub.events import Event
 from pipeline.hub.http_json import Json, client_warning, json_body
-from pipeline.hub.repositories import REPOSITORY_TYPES, RepositoryName
-from pipeline.hub.routes.access import person
-from pipeline.hub.service import Hub, HubOf
+from pipeline.hub.outbox import DeliveryStatus
+from pipeline.hub.repositories import REPOSITORY_TYPES, Repository, RepositoryName
+from pipeline.hub.service import Hub, HubOf, person
 from pipeline.hub.webhooks import (
     HubWatchedItem,
     StoredWebhook,
     WebhookRequest,
+    change_webhook,
     create_webhook,
     delete_webhook,
+    get_enabled_webhook,
     get_webhook,
     list_webhooks,
     update_webhook,
 )
+from receiver.payload import PING
 
-router = APIRouter(prefix="/api/settings/webhooks", dependencies=[Depends(person)])
+router = APIRouter(prefix="/api/settings", dependencies=[Depends(person)])
 
 
-@router.get("")
+@router.get("/webhooks")
 def list_all(hub: HubOf) -> list[Json]:
     with hub.database.read() as connection:
         return [_described(hub, connection, one) for one in list_webhooks(connection)]
 
 
-@router.get("/{id}")
+@router.get("/webhooks/{id}")
 def show(hub: HubOf, id: str) -> Json:
     with hub.database.read() as connection:
         return {"webhook": _described(hub, connection, get_webhook(connection, id))}
@@ -68,7 +74,7 @@ def _checked(
 Checked = Annotated[WebhookRequest, Depends(_checked)]
 
 
-@router.post("")
+@router.post("/webhooks")
 def create(hub: HubOf, body: Checked) -> JSONResponse:
     with hub.database.write() as connection:
         created = create_webhook(connection, body, hub.cipher)
@@ -76,7 +82,7 @@ def create(hub: HubOf, body: Checked) -> JSONResponse:
     return _changed(described | ({"secret": body.secret} if body.secret else {}))
 
 
-@router.post("/{id}")
+@router.post("/webhooks/{id}")
 def change(hub: HubOf, body: Checked, id: str) -> JSONResponse:
     """Changes a webhook. If the URL, the job or the secret changes, a suspended webhook is enabled
     again, and the pending deliveries are due at once."""
@@ -92,7 +98,70 @@ def change(hub: HubOf, body: Checked, id: str) -> JSONResponse:
     return _changed(described)
 
 
-@router.post("/{id}/{act}")
+@router.delete("/webhooks/{id}")
+def remove(hub: HubOf, id: str) -> Json:
+    with hub.database.write() as connection:
+        delete_webhook(connection, id)
+    return {}
+
+
+@router.get("/deliveries")
+@router.get("/webhooks/{id}/deliveries")
+def list_deliveries(
+    hub: HubOf,
+    id: str | None = None,
+    status: DeliveryStatus | None = None,
+    limit: Annotated[int, Query(ge=0, le=1000)] = 100,
+) -> list[Json]:
+    """The deliveries of one webhook, or of all, newest first."""
+    with hub.database.read() as connection:
+        if id is not None:
+            get_webhook(connection, id)
+        return outbox.list_deliveries(connection, id, status=status, limit=limit)
+
+
+@router.get("/deliveries/{delivery_id}")
+def show_delivery(hub: HubOf, delivery_id: str) -> Json:
+    with hub.database.read() as connection:
+        return {"delivery": outbox.get_delivery(connection, delivery_id)}
+
+
+@router.post("/deliveries/{delivery_id}/replay")
+def replay(hub: HubOf, delivery_id: str, force: bool = False) -> Json:
+    """Sends a delivery again, to the webhook's present URL. With `force`, the delivery gets a new
+    id, so that the receiver handles it again."""
+    with hub.database.write() as connection:
+        delivery = outbox.replay(connection, delivery_id, force=force)
+    return {"delivery": delivery}
+
+
+@router.post("/webhooks/{id}/test")
+def send_test(hub: HubOf, id: str) -> Json:
+    """Sends an event of the scope `ping`. A receiver answers it and does nothing else."""
+    with hub.database.write() as connection:
+        webhook = get_enabled_webhook(connection, id)
+        first = webhook.watched[0]
+        owner, _, name = first.name.partition("/")
+        about = Repository(  # which is not stored, and need not exist
+            id=token_hex(12),
+            name=RepositoryName(
+                type=first.type if first.type in ("dataset", "space") else "model",
+                owner=owner,
+                name=name or "ping",
+            ),
+            private=True,
+            created_at=time.time(),
+            folder=hub.repositories.incoming,
+        )
+        ping = Event(action="update", scope=PING)
+        [sent] = hub.log.record(connection, about, ping, webhooks=[webhook])
+        change_webhook(connection, webhook, retry_at=None)
+        delivery = outbox.get_delivery(connection, sent)
+    return {"delivery": delivery}
+
+
+# After the test, because its path also matches that of a test.
+@router.post("/webhooks/{id}/{act}")
 def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) -> Json:
     """Enables a webhook that is disabled or suspended: earlier failures do not count any more, and
     its pending deliveries are sent at once. Or disables it: its pending deliveries wait until it is
@@ -102,26 +171,17 @@ def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) ->
         return {"webhook": _described(hub, connection, get_webhook(connection, id))}
 
 
-@router.delete("/{id}")
-def remove(hub: HubOf, id: str) -> Json:
-    with hub.database.write() as connection:
-        delete_webhook(connection, id)
-    return {}
-
-
-def _changed(webhook: Json) -> JSONResponse:
+def _changed(webhook: dict[str, Any]) -> JSONResponse:
     # Each answer has a topic of its own, because a client prints one warning for each topic.
-    warnings = webhook.get("warnings", ())
-    assert isinstance(warnings, (list, tuple))
-    headers = client_warning(f"webhook {token_hex(8)}", warnings)
+    headers = client_warning(f"webhook {token_hex(8)}", webhook.get("warnings", ()))
     return JSONResponse({"webhook": webhook}, headers=headers)
 
 
-def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Json:
+def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> dict[str, Any]:
     """The webhook in the form that `huggingface_hub` parses, with `status` and `warnings` in
     addition. The secret is left out. Only the answer to the request that creates a webhook has it.
     """
-    described: Json = {
+    described: dict[str, Any] = {
         "id": webhook.id,
         "watched": [item.model_dump() for item in webhook.watched],
         "domains": list(webhook.domains),
