@@ -94,7 +94,7 @@ def repository_folder(root: Path, id: str, type: str = "dataset") -> Path:
 def add_row(connection: Connection, root: Path, name: RepositoryName) -> Repository:
     """A repository without a folder, for tests of what the database does."""
     kinds = {"type": name.type, "owner": name.owner, "name": name.name}
-    connection.execute(insert(table).values(id="1", private=True, created_at=0, **kinds))
+    connection.execute(insert(table).values(id="1", created_at=0, **kinds))
     return Repositories(root).find(connection, name)
 
 

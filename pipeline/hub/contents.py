@@ -290,17 +290,14 @@ def read_commit(repository: Repository, sha: str) -> CommitHead:
     return CommitHead(tree=tree, parents=tuple(parents.split()), message=message)
 
 
-def list_commits(
-    repository: Repository, commit: str, *, skip: int, limit: int, without: str | None = None
-) -> list[Commit]:
-    """The commits that `commit` leads to and `without` does not lead to, newest first."""
-    others = [] if without is None else [f"^{without}"]
+def list_commits(repository: Repository, commit: str, *, limit: int) -> list[Commit]:
+    """The commits that `commit` leads to, newest first. limit: -1 for all of them."""
     output = git(
         repository.folder,
         # Each field ends with a line feed, because neither an author's name nor a title can contain
         # one.
         *("log", "-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b"),
-        *(f"--skip={skip}", f"--max-count={limit}", commit, *others, "--"),
+        *(f"--max-count={limit}", commit, "--"),
     )
     commits = []
     for record in output.decode(errors="replace").split("\0"):

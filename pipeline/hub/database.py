@@ -51,7 +51,6 @@ repositories = Table(
     # Names are compared without case, also for uniqueness.
     Column("owner", String(collation="NOCASE"), nullable=False),
     Column("name", String(collation="NOCASE"), nullable=False),
-    Column("private", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
     UniqueConstraint("type", "owner", "name"),
 )
@@ -94,7 +93,6 @@ tokens = Table(
     Column("repositories", JSON(none_as_null=True)),
     Column("created_at", Float, nullable=False),
     # May be up to a minute too early, because it is stored at most once a minute.
-    Column("last_used_at", Float),
 )
 
 discussions = Table(
@@ -139,7 +137,6 @@ space_secrets = Table(
     _of_repository(primary_key=True),
     Column("key", String, primary_key=True),
     Column("encrypted_value", LargeBinary, nullable=False),
-    Column("description", String),
     Column("updated_at", Float, nullable=False),
 )
 

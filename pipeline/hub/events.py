@@ -77,16 +77,14 @@ def compose(
             type=name.type,
             name=name.id,
             id=repository.id,
-            private=repository.private,
+            private=True,
             owner=_owner(name.owner),
             url=wire.Url(web=web, api=api),
             headSha=head_sha if discussion is None else None,
         ),
         webhook=wire.WebhookReference(id=webhook_id, version=3),
         movedTo=moved_to,
-        updatedConfig=(
-            wire.UpdatedConfig(private=repository.private) if event.scope == "repo.config" else None
-        ),
+        updatedConfig=(wire.UpdatedConfig(private=True) if event.scope == "repo.config" else None),
         discussion=discussion,
         comment=comment,
     )

@@ -180,7 +180,6 @@ _CONFIG = """\
 class Repository:
     id: str
     name: RepositoryName
-    private: bool
     created_at: float
     folder: Path
 
@@ -253,7 +252,7 @@ class Repositories:
         return [self._from_row(row) for row in connection.execute(select(table))]
 
     @contextmanager
-    def prepared(self, name: RepositoryName, *, private: bool) -> Iterator[Repository]:
+    def prepared(self, name: RepositoryName) -> Iterator[Repository]:
         """A new, empty repository in `incoming`. The block calls `add`. If it raises an error, the
         folder is removed."""
         id = secrets.token_hex(12)
@@ -262,9 +261,7 @@ class Repositories:
             git(aside, "init", "--quiet", "--bare", "--template=")
             (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
             (aside / "config").write_text(_CONFIG)
-            yield Repository(
-                id=id, name=name, private=private, created_at=time.time(), folder=aside
-            )
+            yield Repository(id=id, name=name, created_at=time.time(), folder=aside)
         except BaseException:
             for folder in (aside, self.folder(id)):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -280,7 +277,6 @@ class Repositories:
                 type=prepared.name.type,
                 owner=prepared.name.owner,
                 name=prepared.name.name,
-                private=prepared.private,
                 created_at=prepared.created_at,
             )
         )
@@ -301,9 +297,6 @@ class Repositories:
                 aside.rename(repository.folder)
             raise
         shutil.rmtree(aside, ignore_errors=True)
-
-    def set_private(self, connection: Connection, repository: Repository, private: bool) -> None:
-        connection.execute(update(table).where(table.c.id == repository.id).values(private=private))
 
     def forget(self, connection: Connection, repository: Repository) -> None:
         """Deletes the row of the repository."""
@@ -345,7 +338,6 @@ class Repositories:
         return Repository(
             id=row.id,
             name=name,
-            private=row.private,
             created_at=row.created_at,
             folder=self.folder(row.id),
         )

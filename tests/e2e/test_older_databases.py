@@ -72,15 +72,13 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 def bring_repository(hub_folder: Path) -> str:
     """Makes a dataset with one commit, which the hub finds at its start. Returns the sha."""
-    from pipeline.hub.events import EventLog
     from pipeline.hub.repositories import RepositoryName
-    from pipeline.hub.routes.administration import create
     from pipeline.hub.service import stopped_hub
 
     with stopped_hub(hub_folder) as (database, repositories):
-        log = EventLog(database=database, hub_url="http://hub")
         name = RepositoryName(type="dataset", owner="local", name="facts")
-        repository = create(log, repositories, name, private=True, author=None).folder
+        with repositories.prepared(name) as prepared, database.write() as connection:
+            repository = repositories.add(connection, prepared).folder
     stream = (
         "commit refs/heads/main\ncommitter Ada <ada@example.org> 1700000000 +0000\n"
         "data <<END\nFirst\nEND\nM 644 inline README.md\ndata <<END\n# Facts\nEND\n"

@@ -10,9 +10,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
-from pipeline.hub.events import EventLog
 from pipeline.hub.repositories import repository_name
-from pipeline.hub.routes.administration import create
 from pipeline.hub.service import stopped_hub
 
 FILES = {
@@ -271,10 +269,9 @@ def test_the_url_of_the_stacks_own_hub_is_that_hub(
     refused = CliRunner().invoke(app, ["data", "check"])
     assert "there is no dataset local/faq in" in str(refused.exception)
     with stopped_hub(settings.parent / ".pipeline" / "hub") as (database, repositories):
-        log = EventLog(database=database, hub_url="http://hub")
-        faq = create(
-            log, repositories, repository_name("dataset", "local", "faq"), private=True, author=None
-        )
+        name = repository_name("dataset", "local", "faq")
+        with repositories.prepared(name) as prepared, database.write() as connection:
+            faq = repositories.add(connection, prepared)
     git(faq.folder, "fetch", address, "main:main")
     assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED
 

@@ -93,7 +93,7 @@ def test_folders_that_are_nested_by_thousands_take_no_memory(hub: RunningHub, na
 
 def test_the_attributes_of_very_many_folders_are_read_in_seconds(tmp_path: Path) -> None:
     name = RepositoryName(type="dataset", owner="local", name="facts")
-    repository = Repository(id="1", name=name, private=True, created_at=0, folder=tmp_path)
+    repository = Repository(id="1", name=name, created_at=0, folder=tmp_path)
 
     def made(*arguments: str, stdin: str = "") -> str:
         roles, fields = ("AUTHOR", "COMMITTER"), ("NAME", "EMAIL")

@@ -15,7 +15,7 @@ from pipeline.hub.database import events, open_database
 from pipeline.hub.events import EventLog, reconcile, record_ref_changes
 from pipeline.hub.git import git
 from pipeline.hub.repositories import Repositories, Repository, RepositoryName
-from pipeline.hub.routes.repositories import NewRepository, create, move
+from pipeline.hub.routes.repositories import NewRepository, create
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.tokens import Identity
 from tests.hub_fixtures import RunningHub, commit_file
@@ -47,7 +47,11 @@ class Folder:
         record_ref_changes(self.first, self.log)
 
     def create(self, name: RepositoryName) -> Repository:
-        return create(self.log, self.repositories, name, private=True, author=None)
+        with (
+            self.repositories.prepared(name) as prepared,
+            self.database.write() as connection,
+        ):
+            return self.repositories.add(connection, prepared)
 
     def find(self, name: RepositoryName = FACTS) -> Repository:
         with self.database.read() as connection:
@@ -55,7 +59,8 @@ class Folder:
 
     def replace(self) -> Repository:
         """Moves `local/facts` away, and creates an empty one in its place."""
-        move(self.log, self.repositories, self.first, OLD)
+        with self.database.write() as connection:
+            self.repositories.rename(connection, self.first, OLD)
         return self.create(FACTS)
 
     async def is_waited_for(self) -> None:

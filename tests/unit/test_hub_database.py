@@ -40,7 +40,7 @@ def test_a_removal_that_fails_says_why_and_leaves_the_folder_as_it_was(
     folder = repositories.folder("1")
     if is_there:
         folder.mkdir(parents=True)
-    facts = Repository(id="1", name=name, private=True, created_at=0, folder=folder)
+    facts = Repository(id="1", name=name, created_at=0, folder=folder)
     with pytest.raises(OSError, match="the disk is full"), repositories.removal(facts):
         raise OSError("the disk is full")
     assert folder.exists() == is_there

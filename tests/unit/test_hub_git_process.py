@@ -41,7 +41,7 @@ def test_a_difference_that_git_cannot_make_is_not_an_empty_one(
         for title in ("one", "other")
     )
     name = RepositoryName(type="dataset", owner="local", name="facts")
-    facts = Repository(id="1", name=name, private=True, created_at=0, folder=tmp_path)
+    facts = Repository(id="1", name=name, created_at=0, folder=tmp_path)
     assert difference(facts, one, one) == ""
     with caplog.at_level(logging.WARNING):
         assert "not shown, because git failed" in difference(facts, one, other)

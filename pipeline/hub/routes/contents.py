@@ -143,7 +143,7 @@ def commits(repository: Readable, revision: str) -> JSONResponse:
                 "date": iso_time(one.committed_at),
                 "authors": [{"user": one.author}],
             }
-            for one in list_commits(repository, commit, skip=0, limit=-1)
+            for one in list_commits(repository, commit, limit=-1)
         ]
     )
 
@@ -192,7 +192,7 @@ def described(repository: Repository, commit: str | None) -> Json:
         "_id": repository.id,
         "id": repository.name.id,
         "author": repository.name.owner,
-        "private": repository.private,
+        "private": True,
         "tags": [],
         "createdAt": iso_time(repository.created_at),
         "lastModified": iso_time(repository.created_at),
@@ -200,7 +200,7 @@ def described(repository: Repository, commit: str | None) -> Json:
     }
     if commit is None:
         return facts
-    [newest] = list_commits(repository, commit, skip=0, limit=1)
+    [newest] = list_commits(repository, commit, limit=1)
     readme = next(iter(find_paths(repository, commit, [README])), None)
     card = Card()
     if readme is not None and readme.type == "file":

@@ -109,7 +109,7 @@ def create(
     url = f"{hub_url(request)}/{name.path}"
     try:
         # Git works before the transaction, because no push can be stored during it.
-        with hub.repositories.prepared(name, private=True) as prepared:
+        with hub.repositories.prepared(name) as prepared:
             first = [] if body.empty else [first_commit(prepared, signature(identity))]
             with hub.database.write() as connection:
                 repository = hub.repositories.add(connection, prepared)
