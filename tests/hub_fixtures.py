@@ -29,10 +29,9 @@ from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.database import repositories as table
 from pipeline.hub.repositories import Repositories, Repository, RepositoryName, repository_name
-from pipeline.hub.service import Remarks
+from pipeline.hub.service import Remarks, folder_of
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server, http_config
-from tests.contract.test_hub_xet import folder_of
 
 TOKEN = "hub-token-for-tests"
 SECRET_KEY = Fernet.generate_key()

@@ -149,7 +149,6 @@ def send_test(hub: HubOf, id: str) -> Json:
                 owner=owner,
                 name=name or "ping",
             ),
-            private=True,
             created_at=time.time(),
             folder=hub.repositories.incoming,
         )
