@@ -340,6 +340,7 @@ def _children() -> list[int]:
 
 def _run_command(attempt: Attempt, report: int) -> None:
     command = attempt.command
+    is_module = IS_LINUX and command[:2] == (sys.executable, "-m")
     try:
         nothing = os.open(os.devnull, os.O_RDONLY)
         output = os.open(attempt.job_dir / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -347,10 +348,7 @@ def _run_command(attempt: Attempt, report: int) -> None:
             os.dup2(source, target)
         os.chdir(attempt.job_dir)
         lower_priority(attempt.niceness)
-        if IS_LINUX and command[:2] == (sys.executable, "-m"):
-            os.close(report)
-            _run_module(command[2], command[3:], attempt)
-        else:
+        if not is_module:
             # Python ignores these signals; other programs expect them.
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
@@ -361,6 +359,9 @@ def _run_command(attempt: Attempt, report: int) -> None:
         print(message, file=sys.stderr, flush=True)
         os.write(report, message.encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+    # Not in the `try`: an error of the module is no failed start.
+    os.close(report)
+    _run_module(command[2], command[3:], attempt)
 
 
 def _run_module(module: str, arguments: Sequence[str], attempt: Attempt) -> None:

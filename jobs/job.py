@@ -1,6 +1,6 @@
-"""`Job` and the transitions between its states. `JobRequest` and `Submission` are the input and the
-result of submitting a job. Each attempt of a job gets a token and environment variables, which this
-module makes. The docstring of the package `jobs` explains terms such as lease, lost and push job.
+"""`Job`, the transitions between its states, and `JobRequest`, the input of submitting a job. Each
+attempt of a job gets a token and environment variables, which this module makes. The docstring of
+the package `jobs` explains terms such as lease, lost and push job.
 
 The job sends its token to the services that `pipeline up` started, to prove which job it is. The
 token names its attempt and is signed (HMAC-SHA256) with a key that the services share. The store
@@ -176,17 +176,6 @@ class JobRequest:
     payload: dict[str, Any] | None = None
     delivery: Delivery | None = None
     by_hand: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    job: Job
-    """The job without its delivery ids, because there may be many. `JobStore.get` reads the ids."""
-    is_new: bool
-    """Whether the submission created `job`."""
-    how: Literal["created", "merged", "duplicate"]
-    """`merged`: the delivery was linked to the pipeline's pending job. `duplicate`: `job` already
-    had the delivery."""
 
 
 def final_state(outcome: JobOutcome | None) -> JobState:

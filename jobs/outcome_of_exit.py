@@ -118,7 +118,7 @@ def outcome_of_exit(
                 f"{OUTCOME} in the job's folder is not a valid outcome{where}: {first['msg']}. "
                 "Correct the command that writes the file, then submit the job again."
             )
-            return failure(job, stage="launch", reason=reason, exit_code=exit.code)
+            return failure(job, stage=None, reason=reason, exit_code=exit.code)
         written = None
     except OSError as error:
         if is_temporary(error):
@@ -127,7 +127,7 @@ def outcome_of_exit(
             f"{OUTCOME} in the job's folder cannot be read: {error.strerror}. Correct the command "
             "that made it, then submit the job again."
         )
-        return failure(job, stage="launch", reason=reason, exit_code=exit.code)
+        return failure(job, stage=None, reason=reason, exit_code=exit.code)
     if written is not None and (
         stop_reason is None or written.result not in ("failed", "cancelled")
     ):

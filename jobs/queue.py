@@ -22,7 +22,6 @@ from jobs.job import (
     Head,
     Job,
     JobRequest,
-    Submission,
     delivery_ids,
     failure,
 )
@@ -58,28 +57,26 @@ DeliveryKey = tuple[str, str]
 """A delivery's source and id."""
 
 
-def submit_all(
-    connection: Connection, requests: Sequence[JobRequest], now: float
-) -> list[Submission]:
+def submit_all(connection: Connection, requests: Sequence[JobRequest], now: float) -> list[Job]:
     """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob if a
     request is by hand, and the pipeline already has a pending job that was submitted by hand."""
     batch = _Batch(connection, now)
     known = _known_deliveries(connection, [each.delivery for each in requests if each.delivery])
     answers = dict(known)
     new: dict[DeliveryKey, dict[str, Any]] = {}
-    submissions = []
+    jobs = []
     for request in requests:
         delivery = request.delivery
         if delivery is None:
-            submissions.append(batch.submit(request))
+            jobs.append(batch.submit(request))
             continue
         key = delivery.source, delivery.id
         job = batch.job(answers[key]) if key in answers else None
         if job is not None and not _failed_or_cancelled(job):
-            submissions.append(Submission(job=job, is_new=False, how="duplicate"))
+            jobs.append(job)
             continue
-        submissions.append(batch.submit(request))
-        answers[key] = number_of(submissions[-1].job.id)
+        jobs.append(batch.submit(request))
+        answers[key] = number_of(jobs[-1].id)
         if key not in known:
             revisions = request.spec.revisions
             new[key] = {
@@ -98,7 +95,7 @@ def submit_all(
     for key in [key for key in known if answers[key] != known[key]]:
         answer = update(DELIVERIES).where(*matches_delivery(*key))
         connection.execute(answer.values(job_number=answers[key]))
-    return submissions
+    return jobs
 
 
 def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
@@ -137,7 +134,7 @@ class _Batch:
         """Pipeline → its pending push job, with the changes that are not written yet."""
         self._changed: set[str] = set()
 
-    def submit(self, request: JobRequest) -> Submission:
+    def submit(self, request: JobRequest) -> Job:
         spec = request.spec
         pipeline = spec.pipeline
         if pipeline is None or request.by_hand:
@@ -145,19 +142,19 @@ class _Batch:
                 query = select(JOBS.c.number).where(is_pending(pipeline, by_hand=True))
                 if (number := self._connection.scalar(query)) is not None:
                     raise PendingJob(job_id_of(number), pipeline)
-            return Submission(job=self._insert(request), is_new=True, how="created")
+            return self._insert(request)
         spec = with_revisions(spec, old_sha=None, new_sha=None, delivery_ids=())
         pending = self._pending_job(pipeline)
         if pending is None:
             job = self._pending[pipeline] = self._insert(replace(request, spec=spec))
-            return Submission(job=job, is_new=True, how="created")
+            return job
         if spec.revisions is None:
             spec = spec.model_copy(update={"revisions": pending.spec.revisions})
         run_after = due_at(spec, pending.created_at, self._now)
         job = replace(pending, spec=spec, payload=request.payload, run_after=run_after)
         self._pending[pipeline] = job
         self._changed.add(pipeline)
-        return Submission(job=job, is_new=False, how="merged")
+        return job
 
     def job(self, number: int) -> Job:
         """The job, with the changes that this batch has made so far."""
@@ -226,133 +223,133 @@ def _as_json(payload: dict[str, Any] | None) -> str | None:
 # Claims
 
 
-class Claims:
-    """`now` returns the store's time."""
+Clock = Callable[[Connection], float]
+"""Returns the store's time."""
 
-    def __init__(self, engine: Engine, now: Callable[[Connection], float]) -> None:
-        self._engine = engine
-        self._now = now
 
-    def claim(self, owner: str, lease_seconds: float, find_head: FindHead | None) -> Job | None:
-        if (again := self._claim_again(owner, lease_seconds)) is not None:
-            return again
-        while (job := self._due()) is not None:
-            head, failed = None, None
-            try:
-                if job.trains_head and find_head is not None:
-                    head = find_head(job)
-            except HeadAway as away:
-                self._wait_for_head(job, str(away))
-                return None
-            except NoHead as error:
-                failed = failure(job, stage="claim", reason=str(error))
-            claimed = self._take(job, owner, lease_seconds, head, failed)
-            if claimed is not None:
-                return claimed
+def claim_job(
+    engine: Engine, clock: Clock, owner: str, lease_seconds: float, find_head: FindHead | None
+) -> Job | None:
+    """See `JobStore.claim`."""
+    if (again := _claim_again(engine, clock, owner, lease_seconds)) is not None:
+        return again
+    if (job := _due(engine, clock)) is None:
         return None
-
-    def _claim_again(self, owner: str, lease_seconds: float) -> Job | None:
-        with reading(self._engine) as connection:
-            due = is_waiting() & ((JOBS.c.run_after <= self._now(connection)) | gives_way())
-            query = select(JOBS.c.number).where(due).order_by(JOBS.c.run_after, JOBS.c.number)
-            number = connection.scalar(query.limit(1))
-        if number is None:
-            return None
-        with writing(self._engine) as connection:
-            # Check again under the write lock.
-            job = next(
-                iter(select_jobs(connection, select(JOBS).where(due, JOBS.c.number == number))),
-                None,
-            )
-            if job is None:
-                return None
-            now = self._now(connection)
-            if job.last_failure is not None:
-                ended = give_way(connection, job, job.last_failure, now)
-                if ended is not None:
-                    return ended
-            return update_job(
-                connection,
-                job.id,
-                owner=owner,
-                lease_until=now + lease_seconds,
-                outcome=None,
-                # The time without an attempt does not count against the job's time limit.
-                started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
-            )
-
-    def _due(self) -> Job | None:
-        """The job that `claim` tries to take, with `old_sha` in its range."""
-        with reading(self._engine) as connection:
-            due = select(JOBS).where(is_claimable(), JOBS.c.run_after <= self._now(connection))
-            due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
-            job = next(iter(select_jobs(connection, due)), None)
-            if job is None or not job.trains_head:
-                return job
-            old_sha = previous_head(connection, job)
-            return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
-
-    def _wait_for_head(self, job: Job, reason: str) -> None:
-        with writing(self._engine) as connection:
+    head, failed = None, None
+    try:
+        if job.trains_head and find_head is not None:
+            head = find_head(job)
+    except HeadAway as away:
+        with writing(engine) as connection:
             if fetch_job(connection, number_of(job.id)).state == "SCHEDULING":
-                run_after = self._now(connection) + HEAD_RETRY_SECONDS
-                update_job(connection, job.id, run_after=run_after, waits_for=reason)
+                run_after = clock(connection) + HEAD_RETRY_SECONDS
+                update_job(connection, job.id, run_after=run_after, waits_for=str(away))
+        return None
+    except NoHead as error:
+        failed = failure(job, stage="claim", reason=str(error))
+    with writing(engine) as connection:
+        return _take(connection, job, owner, lease_seconds, head, failed, clock(connection))
 
-    def _take(
-        self,
-        job: Job,
-        owner: str,
-        lease_seconds: float,
-        head: Head | None,
-        failed: JobOutcome | None,
-    ) -> Job | None:
-        """Give the lease of the pending job to `owner`. None if the job cannot be taken any more,
-        or if a delivery has arrived since the job was read: the head may be older than that."""
-        with writing(self._engine) as connection:
-            now = self._now(connection)
-            still_due = select(JOBS).where(
-                is_claimable(), JOBS.c.run_after <= now, JOBS.c.number == number_of(job.id)
-            )
-            found = next(iter(select_jobs(connection, still_due)), None)
-            if found is None or delivery_ids(found) != delivery_ids(job):
-                return None
-            values: dict[str, Any] = {}
-            if head is not None:
-                spec = with_revisions(job.spec, new_sha=head.sha)
-                payload = job.payload if job.by_hand and job.payload is not None else head.payload
-                values = {
-                    "spec": spec_as_json(spec),
-                    "payload": json.dumps(payload),
-                    "head": head.sha,
-                }
-            claimed = update_job(
-                connection,
-                job.id,
-                state="RUNNING",
-                attempt=1,
-                started_at=now,
-                owner=owner,
-                lease_until=now + lease_seconds,
-                waits_for=None,
-                **values,
-            )
-            if failed is not None:
-                return end_job(connection, claimed, failed, now)
-            if head is None or job.by_hand:
-                return claimed
-            last = job_that_trained(connection, claimed, head)
-            if last is None:
-                return claimed
-            result = last.outcome.result if last.outcome is not None else "completed"
-            unchanged = JobOutcome(
-                result="unchanged",
-                stage="claim",
-                reason=f"{last.id} has trained on {head.sha[:12]} already: {result}.",
-                delivery_ids=delivery_ids(claimed),
-                job_id=job.id,
-                dataset_revision=head.sha,
-            )
-            return end_job(connection, claimed, unchanged, now)
+
+def _claim_again(engine: Engine, clock: Clock, owner: str, lease_seconds: float) -> Job | None:
+    with reading(engine) as connection:
+        gives_way = JOBS.c.outcome.is_not(None) & successor().is_not(None)
+        due = is_waiting() & ((JOBS.c.run_after <= clock(connection)) | gives_way)
+        query = select(JOBS.c.number).where(due).order_by(JOBS.c.run_after, JOBS.c.number)
+        number = connection.scalar(query.limit(1))
+    if number is None:
+        return None
+    with writing(engine) as connection:
+        # Check again under the write lock.
+        job = next(
+            iter(select_jobs(connection, select(JOBS).where(due, JOBS.c.number == number))), None
+        )
+        if job is None:
+            return None
+        now = clock(connection)
+        if job.last_failure is not None:
+            ended = give_way(connection, job, job.last_failure, now)
+            if ended is not None:
+                return ended
+        return update_job(
+            connection,
+            job.id,
+            owner=owner,
+            lease_until=now + lease_seconds,
+            outcome=None,
+            # The time without an attempt does not count against the job's time limit.
+            started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
+        )
+
+
+def _due(engine: Engine, clock: Clock) -> Job | None:
+    """The job that `claim_job` tries to take, with `old_sha` in its range."""
+    with reading(engine) as connection:
+        due = select(JOBS).where(is_claimable(), JOBS.c.run_after <= clock(connection))
+        due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
+        job = next(iter(select_jobs(connection, due)), None)
+        if job is None or not job.trains_head:
+            return job
+        old_sha = previous_head(connection, job)
+        return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
+
+
+def _take(
+    connection: Connection,
+    job: Job,
+    owner: str,
+    lease_seconds: float,
+    head: Head | None,
+    failed: JobOutcome | None,
+    now: float,
+) -> Job | None:
+    """Give the lease of the pending job to `owner`. None if the job is not due any more, for
+    example because a delivery has arrived since the job was read."""
+    still_due = is_claimable(), JOBS.c.run_after <= now, JOBS.c.number == number_of(job.id)
+    found = next(iter(select_jobs(connection, select(JOBS).where(*still_due))), None)
+    if found is None:
+        return None
+    values: dict[str, Any] = {}
+    if head is not None:
+        spec = with_revisions(job.spec, new_sha=head.sha)
+        payload = job.payload if job.by_hand and job.payload is not None else head.payload
+        values = {"spec": spec_as_json(spec), "payload": json.dumps(payload), "head": head.sha}
+    claimed = update_job(
+        connection,
+        job.id,
+        state="RUNNING",
+        attempt=1,
+        started_at=now,
+        owner=owner,
+        lease_until=now + lease_seconds,
+        waits_for=None,
+        **values,
+    )
+    late = set(delivery_ids(found)).difference(delivery_ids(job))
+    if late:
+        # The head may be older than these deliveries, so they get a new pending job.
+        request = JobRequest(spec=found.spec, payload=found.payload)
+        later = number_of(_Batch(connection, now).submit(request).id)
+        are_late = DELIVERIES.c.job_number == number_of(job.id), DELIVERIES.c.id.in_(late)
+        connection.execute(update(DELIVERIES).where(*are_late).values(job_number=later))
+        claimed = fetch_job(connection, number_of(job.id))
+    if failed is not None:
+        return end_job(connection, claimed, failed, now)
+    if head is None or job.by_hand:
+        return claimed
+    last = job_that_trained(connection, claimed, head)
+    if last is None:
+        return claimed
+    result = last.outcome.result if last.outcome is not None else "completed"
+    unchanged = JobOutcome(
+        result="unchanged",
+        stage="claim",
+        reason=f"{last.id} has trained on {head.sha[:12]} already: {result}.",
+        delivery_ids=delivery_ids(claimed),
+        job_id=job.id,
+        dataset_revision=head.sha,
+    )
+    return end_job(connection, claimed, unchanged, now)
 
 
 def previous_head(connection: Connection, job: Job) -> str | None:
@@ -402,36 +399,32 @@ def is_waiting() -> Any:
     return (JOBS.c.state == "RUNNING") & JOBS.c.owner.is_(None)
 
 
-def gives_way() -> Any:
-    """The SQL condition for push jobs of which an attempt has failed, while a push job of the
-    pipeline is pending (`fetch_successor`)."""
-    newer = JOBS.alias("newer")
-    successor = select(newer.c.number).where(
-        newer.c.pipeline == JOBS.c.pipeline,
-        newer.c.state == "SCHEDULING",
-        newer.c.by_hand.is_(False),
+def successor() -> Any:
+    """The SQL expression for the number of the push job that is pending while a push job of the
+    same pipeline runs. It trains the head of the ref, so it covers the commits of the running job
+    if that job fails. Null if no push job is pending, and for a job by hand."""
+    pending = JOBS.alias("pending")
+    return (
+        select(pending.c.number)
+        .where(
+            JOBS.c.by_hand.is_(False),
+            pending.c.pipeline == JOBS.c.pipeline,
+            pending.c.state == "SCHEDULING",
+            pending.c.by_hand.is_(False),
+        )
+        .correlate(JOBS)
+        .scalar_subquery()
     )
-    return JOBS.c.by_hand.is_(False) & JOBS.c.outcome.is_not(None) & successor.exists()
-
-
-def fetch_successor(connection: Connection, job: Job) -> Job | None:
-    """The pipeline's pending push job. It trains the head of the ref, so it covers the commits of
-    the push job `job` if `job` fails. None if no push job is pending, and for a job by hand."""
-    if job.spec.pipeline is None or job.by_hand:
-        return None
-    pending = select(JOBS).where(is_pending(job.spec.pipeline, by_hand=False))
-    return next(iter(select_jobs(connection, pending)), None)
 
 
 def give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) -> Job | None:
-    """End this push job if a push job of the pipeline is pending. `failed` is the outcome of the
-    last attempt. Returns the ended job; None if there is no such push job."""
-    successor = fetch_successor(connection, job)
-    if successor is None:
+    """End this job if it has a `successor`. `failed` is the outcome of the last attempt. Returns
+    the ended job; None if there is no successor."""
+    number = connection.scalar(select(successor()).where(JOBS.c.number == number_of(job.id)))
+    if number is None:
         return None
-    return end_job(
-        connection, job, final_failure(failed, f"{successor.id} trains on the newest commit."), now
-    )
+    why = f"{job_id_of(number)} trains on the newest commit."
+    return end_job(connection, job, final_failure(failed, why), now)
 
 
 def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:

@@ -184,7 +184,7 @@ class Runner:
             self._look()
             self._end_expired(now, is_stopping=is_stopping)
         for job in list(self._running.values()):
-            if _is_dead(job):
+            if _is_dead(job) or (is_stopping and job.handle is None):
                 self._end_lost(job, is_stopping=is_stopping)
             elif is_stopping or job.cancel_requested:
                 self._tell(job, is_stopping=is_stopping)
@@ -228,9 +228,7 @@ class Runner:
     def _tell(self, job: Job, *, is_stopping: bool) -> None:
         """Tell the agent, once, that it must end its attempt."""
         assert job.owner is not None
-        if is_stopping and job.handle is None:
-            self._end_lost(job, is_stopping=True)
-        elif job.owner not in self._told and (agent := _agent_of(job)) is not None:
+        if job.owner not in self._told and (agent := _agent_of(job)) is not None:
             self._told.add(job.owner)
             send_signal(agent.pid, signal.SIGTERM if is_stopping else BEAT_NOW)
 
@@ -243,7 +241,8 @@ class Runner:
                     kill_session(agent)
 
     def _end_lost(self, job: Job, *, is_stopping: bool) -> None:
-        """End an attempt whose agent is dead or frozen, or cannot reach the store."""
+        """End an attempt that no agent has begun, or whose agent is dead or frozen, or cannot reach
+        the store."""
         assert job.owner is not None
         try:
             if job.handle is None:

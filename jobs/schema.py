@@ -299,7 +299,7 @@ def _as_store_error(engine: Engine) -> Iterator[None]:
         ) from error
 
 
-HEAD = "jobs2"
+SCHEMA_REVISION = "jobs2"
 """The schema that this module declares. It is recorded as Alembic, a library that upgrades database
 schemas, records its revisions."""
 
@@ -307,7 +307,7 @@ schemas, records its revisions."""
 def migrate(engine: Engine) -> None:
     """Create the tables in one transaction. Raises OtherSchema, and changes nothing, if another
     version of hotpush wrote the database."""
-    if check_schema(engine) == HEAD:
+    if check_schema(engine) == SCHEMA_REVISION:
         return
     with locked(engine) as connection:
         # Check again under the write lock, because another process may have created the tables
@@ -316,7 +316,9 @@ def migrate(engine: Engine) -> None:
             METADATA.create_all(connection)
             connection.execute(insert(CHANGES).values(number=0))
             connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR NOT NULL)"))
-            connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": HEAD})
+            connection.execute(
+                text("INSERT INTO alembic_version VALUES (:head)"), {"head": SCHEMA_REVISION}
+            )
 
 
 def check_schema(engine: Engine) -> str | None:
@@ -332,12 +334,13 @@ def _checked_revision(engine: Engine, connection: Connection) -> str | None:
     if not inspect(connection).has_table("alembic_version"):
         return None
     revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
-    if revision != HEAD:
+    if revision != SCHEMA_REVISION:
         shown = engine.url.render_as_string(hide_password=True)
         raise OtherSchema(
             f"The job store {shown} has schema {revision!r}, which this version of hotpush cannot "
-            f"use (it needs {HEAD!r}): another version of hotpush wrote the job store. Nothing was "
-            "changed; use that version, or move the database away to begin with an empty one."
+            f"use (it needs {SCHEMA_REVISION!r}): another version of hotpush wrote the job store. "
+            "Nothing was changed; use that version, or move the database away to begin with an empty "
+            "one."
         )
     return revision
 

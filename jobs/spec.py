@@ -42,7 +42,7 @@ class RevisionRange(_Record):
     ref: str
     """The full name of the ref, such as `refs/heads/main`."""
     old_sha: str | None = None
-    """The commit of the pipeline's last job before this one. None if there was no such job."""
+    """The commit of the pipeline's last push job before this one. None if there was none."""
     new_sha: str | None = None
     """The commit to train on. None means the head of the ref: the store reads the head when a
     runner takes the job, and writes it here."""

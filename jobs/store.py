@@ -22,13 +22,11 @@ from jobs.job import (
     Job,
     JobRequest,
     JobState,
-    Submission,
     delivery_ids,
 )
 from jobs.outcome import JobOutcome
 from jobs.queue import (
-    HEAD_RETRY_SECONDS,
-    Claims,
+    claim_job,
     final_failure,
     forget_jobs,
     give_way,
@@ -56,8 +54,6 @@ from jobs.schema import (
     writing,
 )
 from jobs.spec import JobSpec
-
-__all__ = ["HEAD_RETRY_SECONDS", "Delivery", "JobRequest", "JobStore", "Submission"]
 
 
 class JobStore:
@@ -265,10 +261,10 @@ class JobStore:
         payload: dict[str, Any] | None = None,
         delivery: Delivery | None = None,
         by_hand: bool = False,
-    ) -> Submission:
+    ) -> Job:
         """Submit `spec` and record `delivery`, in one transaction. Returns the job to which the
-        submission leads. The store goes through these rules in order, and the first rule that
-        applies decides:
+        submission leads, without its delivery ids, because there may be many. The store goes
+        through these rules in order, and the first rule that applies decides:
 
         1. If the store has recorded a job for `delivery`, and this job neither failed nor was
            cancelled, return this job.
@@ -286,7 +282,7 @@ class JobStore:
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[JobRequest]) -> Sequence[Submission]:
+    def submit_all(self, requests: Sequence[JobRequest]) -> Sequence[Job]:
         """Submit the requests in order, by the rules of `submit`, in one transaction."""
         with writing(self._engine) as connection:
             return submit_all(connection, requests, self._now(connection))
@@ -312,10 +308,13 @@ class JobStore:
         - An attempt of the job has failed, and a push job of the pipeline is pending, which trains
           on the newest commit. The job has failed.
 
+        Deliveries that arrive while `find_head` reads the head get a new pending job, if the job
+        is still due then.
+
         Returns None if no job is due, or if every due job waits for the running job of its
         pipeline, or for the end of a pause.
         """
-        return Claims(self._engine, self._now).claim(owner, lease_seconds, find_head)
+        return claim_job(self._engine, self._now, owner, lease_seconds, find_head)
 
     def started(self, job_id: str, owner: str, handle: str) -> Job:
         """Record that the attempt begins. `handle` names the agent that runs it. Returns the job.

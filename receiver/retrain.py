@@ -67,7 +67,7 @@ def retrain_handler(
                         waiting.set_exception(error)
                 else:
                     for requests, waiting in batch:
-                        waiting.set_result([next(stored).job.id for _ in requests])
+                        waiting.set_result([next(stored).id for _ in requests])
         return await ids
 
     async def retrain(payload: WebhookPayload, request: Request) -> Answer:

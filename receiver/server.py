@@ -169,7 +169,7 @@ def launch_job(
         digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()
         delivery = Delivery(source=f"{path} {digest}", id=id)
     spec = JobSpec(command=tuple(command))
-    return _opened(where).submit(spec, payload=dict(payload), delivery=delivery).job.id
+    return _opened(where).submit(spec, payload=dict(payload), delivery=delivery).id
 
 
 @cache

@@ -20,6 +20,6 @@ def store(tmp_path: Path) -> Iterator[JobStore]:
 def end_one(
     store: JobStore, result: OutcomeResult = "promoted", pipeline: str | None = "facts"
 ) -> Job:
-    job = store.submit(JobSpec(command=("true",), pipeline=pipeline)).job
+    job = store.submit(JobSpec(command=("true",), pipeline=pipeline))
     assert store.claim("me", 60) is not None
     return store.finish(job.id, "me", JobOutcome(result=result, job_id=job.id))

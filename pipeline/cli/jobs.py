@@ -34,7 +34,7 @@ from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.runner.by_hand import run_jobs
+from pipeline.runner.run import run_jobs
 from pipeline.runner.submit import dataset_of_job
 from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens

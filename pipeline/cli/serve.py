@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from jobs.errors import StoreError
 from jobs.folder import COMPUTING
 from pipeline.cli.terminal import HostOption, PipelineOption, PortOption, without_none
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.runner.job_store import is_token_of_running_job
-from pipeline.settings import load_settings
+from pipeline.settings import Settings, load_settings
 from pipeline.stack.gateway import create_app as create_gateway
-from pipeline.tokens import load_tokens
+from pipeline.tokens import Tokens, load_tokens
 from receiver import listen
 from serving.http.server import Server, http_config
 from serving.settings import ServingSettings
@@ -78,9 +79,7 @@ def serve(
         releases_dir=releases_dir,
         pipeline=name,
         admin_token=tokens.admin,
-        job_may_swap=lambda token: is_token_of_running_job(
-            token, settings, home, tokens, pipeline=name
-        ),
+        job_may_swap=lambda token: _job_may_swap(token, settings, home, tokens, name),
         folder=folder,
     )
     serve_app(app, serving)
@@ -102,6 +101,18 @@ def gateway(host: HostOption = None, port: PortOption = None) -> None:
     listening = bind(serving)
     print(f"gateway on {listen.url_of(listening, serving.host)}", flush=True)
     listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
+
+
+def _job_may_swap(
+    token: str, settings: Settings, home: Home, tokens: Tokens, pipeline: str
+) -> bool:
+    """Raises RequestError 503 if the job store fails: a job then asks again."""
+    from serving.openai_schemas import RequestError
+
+    try:
+        return is_token_of_running_job(token, settings, home, tokens, pipeline=pipeline)
+    except StoreError as error:
+        raise RequestError(503, str(error)) from error
 
 
 def _engine(settings: ServingSettings, *, busy_lock_file: Path) -> "Engine":

@@ -10,10 +10,10 @@ from platform import python_version
 import httpx
 
 from jobs.errors import JobError
-from jobs.schema import HEAD as JOBS_SCHEMA
+from jobs.schema import SCHEMA_REVISION as JOBS_SCHEMA
 from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
 from pipeline.errors import PipelineError
-from pipeline.hub.database import check_schema, read_only
+from pipeline.hub.database import check_database, read_only
 from pipeline.hub.errors import HubError
 from pipeline.paths import settings_file
 from pipeline.runner.job_store import reading_jobs
@@ -86,7 +86,7 @@ def check_state_folder(facts: Facts) -> Iterator[Finding]:
 def check_databases(facts: Facts) -> Iterator[Finding]:
     found: str | None
     try:
-        found = check_schema(facts.home.hub_dir / "hub.sqlite")
+        found = check_database(facts.home.hub_dir / "hub.sqlite")
     except HubError as error:
         yield wrong("hub database", str(error), READ_IT)
     else:

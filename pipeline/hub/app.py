@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jobs.store import JobStore
 from pipeline.hub import http_json, outbox
 from pipeline.hub.cipher import Cipher
-from pipeline.hub.database import check_schema, open_database
+from pipeline.hub.database import check_database, open_database
 from pipeline.hub.deliveries import Deliverer, JobLauncher
 from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events import EventLog, owner_id, reconcile, reconcile_at_start
@@ -82,8 +82,9 @@ def create_app(
     names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that git shows
     the pusher after a push.
 
-    Raises HubError if another hub uses the folder or if a newer hub wrote it. The app's lifespan
-    opens the folder when the server starts, and raises the same errors.
+    Raises HubError if another hub uses the folder, if another version wrote it, or if the folder of
+    its repositories is missing. The app's lifespan opens the folder when the server starts, and
+    raises the same errors.
     """
     if not token:
         raise HubError(
@@ -95,7 +96,7 @@ def create_app(
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
-        check_schema(database_path(root))
+        check_database(database_path(root))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -141,8 +142,9 @@ def create_app(
         lifespan=lifespan,
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
-    # These routes do not check the tokens of the hub, or check them by themselves: the form of the
-    # login, the pages, and a grant (`cipher.py`) in a URL or as an access token of Xet.
+    # These routes do not check the tokens of the hub, or check them by themselves: the probes, the
+    # check of a README, the form of the login, the pages, and a grant (`cipher.py`) in a URL or as
+    # an access token of Xet.
     for open_router in (
         *(probes, commits.checks, pages.login, pages.pages),
         *(large_files.transfers, large_files.xet),

@@ -92,7 +92,6 @@ tokens = Table(
     # The ids of the only repositories that the token reaches; null if it reaches all.
     Column("repositories", JSON(none_as_null=True)),
     Column("created_at", Float, nullable=False),
-    # May be up to a minute too early, because it is stored at most once a minute.
 )
 
 discussions = Table(
@@ -182,8 +181,11 @@ deliveries = Table(
 )
 
 
-SCHEMA_REVISION = "hub4"
+SCHEMA_REVISION = "hub5"
 """What this file declares, and where the repositories are. Another revision is refused."""
+
+REPOS = "repos"
+"""The folder of the repositories, beside the database."""
 
 
 class Database:
@@ -222,8 +224,9 @@ def _immediate(engine: Engine) -> Iterator[Connection]:
 
 def open_database(path: Path) -> Database:
     """Opens the file, or makes a new one. Raises HubError if a hub of another version wrote the
-    file or if it is not a database of a hub. The file then stays as it is."""
-    is_new = check_schema(path) is None
+    file, if it is not a database of a hub, or if the folder of its repositories is missing. The
+    file then stays as it is."""
+    is_new = check_database(path) is None
     engine = _engine(path)
     if is_new:
         with _immediate(engine) as connection:
@@ -265,7 +268,7 @@ def read_only(path: Path) -> Iterator[sqlite3.Connection]:
         ) from error
 
 
-def check_schema(path: Path) -> str | None:
+def check_database(path: Path) -> str | None:
     """The revision of the file's schema, or None for a new file. Raises HubError as `open_database`
     does. Changes nothing."""
     if not path.exists():
@@ -274,9 +277,17 @@ def check_schema(path: Path) -> str | None:
         if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
             return None
         [found] = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-    if found != SCHEMA_REVISION:
+        if found != SCHEMA_REVISION:
+            raise HubError(
+                f"{path} has schema {found!r}, and this hub knows only {SCHEMA_REVISION!r}: "
+                "another version of hotpush wrote it. Start that version, or choose another folder."
+            )
+        has_repositories = connection.execute("SELECT 1 FROM repositories").fetchone()
+    repos = path.with_name(REPOS)
+    if has_repositories and not repos.is_dir():
+        # Without the folder, the hub would take each repository for one that a person removed.
         raise HubError(
-            f"{path} has schema {found!r}, and this hub knows only {SCHEMA_REVISION!r}: another "
-            "version of hotpush wrote it. Start that version, or choose another folder."
+            f"{path} has repositories, but their folder {repos} is missing: mount its disk, or "
+            "restore it from a backup."
         )
     return SCHEMA_REVISION

@@ -186,8 +186,8 @@ class JobLauncher:
             # The store recognises a repeated delivery by its id. A forced replay has a new id, so
             # it starts another job.
             delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id)
-            submitted = self.store.submit(copy, payload=json.loads(due.payload), delivery=delivery)
-            answer = {"job": submitted.job.id}
+            job = self.store.submit(copy, payload=json.loads(due.payload), delivery=delivery)
+            answer = {"job": job.id}
         return {"response_status": 202, "response_head": json.dumps(answer)}
 
 
@@ -314,7 +314,8 @@ class Deliverer:
         result = "delivered" if attempt.succeeded else "failed" if status == "pending" else "dead"
         self.metrics.deliveries.labels(result=result).inc()
         if change is not None:
-            logger.error(_STATUS_CHANGE_LOGS[change], webhook.id, webhook.target)
+            level = logging.INFO if change == "enabled" else logging.ERROR
+            logger.log(level, _STATUS_CHANGE_LOGS[change], webhook.id, webhook.target)
         if attempt.refused:
             return  # the receiver is starting; every half second would be too many lines
         said = "taken"
@@ -322,7 +323,9 @@ class Deliverer:
             self.metrics.delivery_seconds.observe(time.time() - due.queued_at)
         else:
             failure = attempt.error or f"answered {attempt.response_status}"
-            next_step = "will be tried again" if status == "pending" else "given up"
+            next_step = "given up"
+            if status == "pending":
+                next_step = "waits" if change == "disabled" else "will be tried again"
             said = f"{failure} (attempt {due.attempt + 1}, {next_step})"
         logger.log(
             logging.INFO if attempt.succeeded else logging.WARNING,

@@ -77,6 +77,9 @@ GONE = 410
 """With this status, a receiver says that it wants no more deliveries:
 https://www.standardwebhooks.com"""
 
+NO_FAILURES = dict.fromkeys(("failing_since", "suspended_at", "retry_at"))
+"""Forgets the failures of a webhook: it is not suspended, and the head of its queue is due now."""
+
 
 def queues(connection: Connection) -> dict[str, float]:
     """The ids of the webhooks that have a delivery to send, and when the head of each queue is due
@@ -143,9 +146,9 @@ def settle(
     if before is None or not (attempt.succeeded or before == webhook):
         return stored, None
     if attempt.succeeded:
-        restart(connection, before)
+        change_webhook(connection, before, **NO_FAILURES)
     elif attempt.response_status == GONE:
-        restart(connection, before, disabled=True)
+        change_webhook(connection, before, **NO_FAILURES, disabled=True)
     else:
         now, since = time.time(), before.failing_since or attempt.started_at
         failing_seconds = attempt.started_at - since
@@ -163,14 +166,6 @@ def settle(
     after = find_webhook(connection, webhook.id)
     assert after is not None
     return stored, None if after.status == before.status else after.status
-
-
-def restart(connection: Connection, webhook: StoredWebhook, **also: bool) -> None:
-    """Forgets the failures of the webhook, so that it is not suspended, and the head of its queue
-    is due now. `disabled=` also disables or enables it."""
-    change_webhook(
-        connection, webhook, failing_since=None, suspended_at=None, retry_at=None, **also
-    )
 
 
 def put(

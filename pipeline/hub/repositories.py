@@ -18,7 +18,7 @@ from typing import Literal, get_args
 from sqlalchemy import Connection, Row, and_, bindparam, delete, insert, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
-from pipeline.hub.database import Database, refs
+from pipeline.hub.database import REPOS, Database, refs
 from pipeline.hub.database import repositories as table
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
 from pipeline.hub.git import SEEN_PREFIXES, clear_repository, end_processes, git, lines_of
@@ -194,7 +194,7 @@ class Repositories:
         """Holds unfinished repositories and pushes. It is emptied when the hub starts."""
         self._root = root
         self._removed = root / "removed"
-        self._repos = root / "repos"
+        self._repos = root / REPOS
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @asynccontextmanager

@@ -18,9 +18,9 @@ class HubSettings(BaseModel):
     delivery_schedule_seconds: tuple[float, ...] = Field(
         default=(0, 5, 30, 120, 600, 1800, *[3600] * 24), min_length=1
     )
-    """The wait before each attempt of a delivery, including the first. Later deliveries of the
-    webhook wait too. A delivery is dead when its last attempt has failed, after about a day; then
-    the next one follows."""
+    """One value for each attempt of a delivery: the wait before it. The first attempt is made at
+    once, whatever its value is. Later deliveries of the webhook wait too. A delivery is dead when
+    its last attempt has failed, after about a day; then the next one follows."""
     delivery_timeout_seconds: float = Field(default=15, gt=0)
     """The time limit of an attempt, from the look-up of the host until the beginning of the answer
     is read."""
@@ -41,8 +41,8 @@ class HubSettings(BaseModel):
     """The largest pack of one push, the largest body of one commit over the API, and the largest
     file of Git LFS."""
     max_git_processes: int = Field(default=16, ge=1)
-    """How many clones may run at once. The same number of pushes may run beside them. All others
-    wait. The hub ends a clone if its client does not read for a minute."""
+    """How many clones may run at once. The same number of pushes, and of lists of refs, may run
+    beside them. All others wait. The hub ends a clone if its client does not read for a minute."""
 
     @property
     def url(self) -> str:

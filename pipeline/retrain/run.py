@@ -124,7 +124,8 @@ def retrain(job: RetrainJob) -> JobOutcome:
             if job.trained is not None:
                 return job.outcome("superseded", str(moved))
             logger.warning("%s; the job starts again from there", moved)
-            _forget_progress(job)
+            _remove_records(job)
+            job.progress.clear()
 
 
 def _retrain(job: RetrainJob) -> JobOutcome:
@@ -196,7 +197,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
         snapshot = read_record(job.dir / SNAPSHOT, DatasetSnapshot)
         if snapshot is None or not snapshot.is_whole or snapshot.parent != parent_id:
             # The job is new, or another release was chosen since it was interrupted.
-            _forget_progress(job)
+            _remove_records(job)
             if damaged:
                 logger.warning("the job goes on from %s", parent_id or "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
@@ -276,7 +277,7 @@ def _origin(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -
     )
 
 
-def _forget_progress(job: RetrainJob) -> None:
+def _remove_records(job: RetrainJob) -> None:
     """Remove the records of the job, so that it starts again.
 
     The snapshot is removed last. If the job is killed before that, the restarted job finds again
@@ -355,6 +356,9 @@ def promote(
                     f"{server_url} deferred the swap to {release_id} for {patience_seconds:g} s: "
                     f"long requests hold it up; try `pipeline releases swap {release_id}` later"
                 )
+            # A deferred release stays the chosen one, unless somebody chooses another one: also the
+            # parent, which is still live.
+            instead_of = (release_id,)
         time.sleep(RETRY_SECONDS)
         if (chosen := chosen_release_id(pipeline_dir)) not in instead_of:
             return "superseded", f"release {chosen} was taken instead"

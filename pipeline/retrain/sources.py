@@ -62,8 +62,10 @@ def cached_login() -> str | None:
         return None
 
 
-OVERLOADED = (429, 502, 503, 504)
-"""Status codes of a hub that is too busy or is starting. They are treated like a missing answer."""
+def is_status_away(status: int) -> bool:
+    """Whether this is the status code of a hub that is too busy, is starting or has failed. Such an
+    answer is treated like a missing one."""
+    return status == 429 or status >= 500
 
 
 def is_away(error: BaseException) -> bool:
@@ -75,7 +77,7 @@ def is_away(error: BaseException) -> bool:
     # The client may hide a failed connection as the cause of an error about missing files.
     return any(
         isinstance(each, httpx2.TransportError)
-        or (isinstance(each, HfHubHTTPError) and each.response.status_code in OVERLOADED)
+        or (isinstance(each, HfHubHTTPError) and is_status_away(each.response.status_code))
         for each in (error, error.__cause__)
     )
 

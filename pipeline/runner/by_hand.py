@@ -1,32 +1,24 @@
-"""Provides a hub and a runner for a job that a person submits (`with_runner`), and runs the job
-runner (`run_jobs`). If `pipeline up` or another `pipeline jobs run` has already started services
+"""Provides a hub and a runner for a job that a person submits. If `pipeline up` or another `pipeline jobs run` has already started services
 for this state folder, the job uses the hub and the runner among these services. Otherwise
 `with_runner` starts a new hub and a new runner.
 """
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
-from jobs.job import Job, attempt_token
-from pipeline.logs import log_to_stderr
-from pipeline.paths import Home, settings_file
-from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
-from pipeline.runner.after_jobs import after_jobs
+from pipeline.paths import Home
 from pipeline.runner.job_store import check_schemas, open_job_store
-from pipeline.runner.submit import head_finder
-from pipeline.settings import SETTINGS_COPY, Settings, load_settings
+from pipeline.settings import Settings, load_settings
 from pipeline.stack.record import at_running_stack, read_stack
 from pipeline.stack.services import RUNNER, Service, hub_service
 from pipeline.stack.supervisor import Stack
-from pipeline.tokens import Tokens, load_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -34,28 +26,6 @@ CHECK_SECONDS = 0.2
 SECONDS_AFTER_ERROR = 5.0
 """The pause before the next check of the services, if a check failed because of an unexpected
 error."""
-PRELOAD = (
-    "torch",
-    "transformers.models.llama.modeling_llama",
-    "huggingface_hub",
-    "pipeline.retrain.run",
-    "pipeline.retrain.learning",
-)
-"""Modules that a retraining job imports. On Linux, the runner keeps a process that has already
-imported these modules, and forks each retraining from this process. This saves each retraining some
-seconds."""
-
-_KEPT_FROM_JOBS = (
-    "WEBHOOK_SECRET",
-    "PIPELINE_SECRET_KEY",
-    "PIPELINE_SERVING__API_KEY",
-    SETTINGS_COPY,
-)
-"""Environment variables of the runner that are not passed on to the jobs. `PIPELINE_SECRET_KEY`
-decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job.
-`SETTINGS_COPY` makes a process read the stack's copy of the settings file; a job must not
-get it, because a job may choose another settings file. Some jobs get the stack's `WEBHOOK_SECRET`
-from `_attempt_variables`."""
 
 
 @contextmanager
@@ -84,7 +54,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
     settings = load_settings()
     hub = hub_service(settings)
-    with _running([hub] if detach else [hub, RUNNER], home, settings):
+    with running_services([hub] if detach else [hub, RUNNER], home, settings):
         yield settings.hub_url
         if not detach:
             _wait_until_idle(home, settings)
@@ -100,48 +70,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         )
 
 
-def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
-    """Run the jobs of the job store until this process gets SIGTERM or SIGINT. With
-    `until_idle`, also stop as soon as no job is left. With `with_hub`, also run a hub."""
-    from jobs.runner import Runner
-
-    settings = load_settings()
-    log_to_stderr(settings.logs, "runner")
-    tokens = load_tokens(home.tokens_file)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    with (
-        _running([hub_service(settings)], home, settings) if with_hub else nullcontext(),
-        open_job_store(settings, home) as store,
-        after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
-    ):
-        preload = PRELOAD if settings.jobs.preload is None else settings.jobs.preload
-        runner = Runner(
-            store,
-            home.jobs_dir,
-            settings.jobs.model_copy(update={"preload": preload}),
-            {
-                **{name: each for name, each in os.environ.items() if name not in _KEPT_FROM_JOBS},
-                **_user_token_variable(tokens),
-                "HF_ENDPOINT": settings.hub_url,
-                "DATASET_ENDPOINT": settings.hub_url,
-                "PIPELINE_HOME": str(home.root),
-                "PIPELINE_SETTINGS": str(settings_file()),
-            },
-            of_attempt=lambda job: _attempt_variables(job, tokens),
-            find_head=head_finder(settings.hub_url, tokens),
-            secret_key=tokens.key.encode(),
-            alive_file=home.runner_alive,
-        )
-        if until_idle:
-            runner.run_until_idle(stop)
-        else:
-            runner.run(stop)
-
-
 @contextmanager
-def _running(services: Sequence[Service], home: Home, settings: Settings) -> Iterator[None]:
+def running_services(services: Sequence[Service], home: Home, settings: Settings) -> Iterator[None]:
     """Start a stack of these services, and stop it when the `with` block ends. Until then, a thread
     restarts each child that has ended, and kills each child that hangs."""
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
@@ -172,29 +102,6 @@ def _running(services: Sequence[Service], home: Home, settings: Settings) -> Ite
         if thread.is_alive():  # an error, or Ctrl-C, may have come before the thread was started
             thread.join()
         stack.stop()
-
-
-def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
-    """The environment variables that are set for one attempt of a job.
-
-    The hub and the completion server both accept the attempt's token, which becomes invalid when
-    the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
-    secret of the stack's webhook. A job that a person submitted does not get this secret. A webhook
-    may start a copy of a job (`pipeline webhooks create --job-id`); such a copy does not get this
-    secret either.
-    """
-    token = attempt_token(job, tokens.key.encode())
-    variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
-    is_copy_for_webhook = "webhook" in job.spec.labels
-    if job.payload is not None and not job.by_hand and not is_copy_for_webhook:
-        variables["WEBHOOK_SECRET"] = tokens.webhook
-    return variables
-
-
-def _user_token_variable(tokens: Tokens) -> dict[str, str]:
-    """Passes the user's own token on to the jobs, which need it for other hubs."""
-    token = token_of_shell(os.environ, tokens.hub)
-    return {} if token is None else {OWN_TOKEN: token}
 
 
 def _wait_until_idle(home: Home, settings: Settings) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 from jobs.job import PREFIX, job_of_token
 from jobs.store import JobStore
-from pipeline.hub.database import check_schema
+from pipeline.hub.database import check_database
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
@@ -50,6 +50,6 @@ def check_schemas(settings: Settings, home: Home) -> None:
     Call this before any service starts. A service creates its database when it starts. Without this
     check, the stack might create one database before it finds that the other one cannot be used.
     """
-    check_schema(home.hub_dir / "hub.sqlite")
+    check_database(home.hub_dir / "hub.sqlite")
     with reading_jobs(settings, home):
         pass

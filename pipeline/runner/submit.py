@@ -27,7 +27,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.settings import RetrainSettings, SkipIf, is_git_url
-from pipeline.retrain.sources import OVERLOADED, DatasetHub, GitDataset, own_token
+from pipeline.retrain.sources import DatasetHub, GitDataset, is_status_away, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload
@@ -92,7 +92,7 @@ class Dataset:
         headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
         try:
             answer = httpx.get(url, headers=headers, timeout=ASK_SECONDS, follow_redirects=True)
-            if answer.status_code in OVERLOADED or answer.status_code >= 500:
+            if is_status_away(answer.status_code):
                 answer.raise_for_status()
             found = answer.json() if answer.is_success else {}
             sha = found.get("sha") if isinstance(found, dict) else None
@@ -140,8 +140,11 @@ class Dataset:
         }
         if revisions.ref == DEFAULT_BRANCH:
             repo = repo | {"headSha": revisions.new_sha}
-        shas = {"oldSha": revisions.old_sha, "newSha": revisions.new_sha}
-        moved = {"ref": revisions.ref} | {key: sha for key, sha in shas.items() if sha is not None}
+        moved = {
+            "ref": revisions.ref,
+            "oldSha": revisions.old_sha,
+            "newSha": revisions.new_sha,
+        }
         return {
             "event": {"action": "update", "scope": "repo.content"},
             "repo": repo,
@@ -276,7 +279,7 @@ def submit_retraining(
         payload = dataset.push_payload(revisions, None, "by-hand")
     # The job need not wait for deliveries, because a job by hand gets none.
     spec = rule.job_spec(revisions).model_copy(update={"debounce_seconds": 0.0})
-    return store.submit(spec, payload=payload, by_hand=True).job
+    return store.submit(spec, payload=payload, by_hand=True)
 
 
 def submit_command(
@@ -317,7 +320,7 @@ def submit_command(
                 revisions = RevisionRange(repo=pipeline.dataset, ref=ref, new_sha=sha)
                 payload = dataset.push_payload(revisions, None, "by-hand")
     spec = JobSpec(command=command, env=env)
-    return store.submit(spec, payload=payload, by_hand=True).job
+    return store.submit(spec, payload=payload, by_hand=True)
 
 
 def _pushed_commit(payload: dict[str, Any], ref: str) -> str | None:

@@ -56,7 +56,7 @@ def push(hub: RunningHub, worktree: Path, text: str) -> str:
 def source_of(store: JobStore, **spec: object) -> str:
     """A job to copy, which has ended; its id."""
     command = (sys.executable, "-c", REPORT)
-    job = store.submit(JobSpec.model_validate({"command": command, **spec})).job
+    job = store.submit(JobSpec.model_validate({"command": command, **spec}))
     return store.cancel(job.id).id
 
 

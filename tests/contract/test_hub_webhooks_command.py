@@ -172,7 +172,7 @@ def test_what_cannot_be_created_is_explained(
 
 
 def test_a_webhook_may_start_a_job(webhooks: Command, store: JobStore) -> None:
-    job = store.submit(JobSpec(command=("true",))).job.id
+    job = store.submit(JobSpec(command=("true",))).id
     created = webhooks.json("create", "--watch", "user:local", "--job-id", job)
     assert created["url"] is None
     assert created["job"]["sourceId"] == job

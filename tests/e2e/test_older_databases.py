@@ -145,7 +145,7 @@ def test_what_a_state_folder_lacks_is_made_at_the_start_and_then_all_is_well(
     workplace: Workplace, databases: dict[str, Path]
 ) -> None:
     """A repository that the hub does not know yet, and an empty file in place of the job store."""
-    from jobs.schema import HEAD
+    from jobs.schema import SCHEMA_REVISION as JOBS_SCHEMA
     from pipeline.hub.database import SCHEMA_REVISION
 
     databases["jobs"].unlink()
@@ -169,7 +169,7 @@ def test_what_a_state_folder_lacks_is_made_at_the_start_and_then_all_is_well(
     assert {service["restarts"] for service in status["services"]} == {0}
     assert status["pipelines"][0]["queue_age_seconds"] is None
     assert "disabled" in found["webhook"] and "644" in found["tokens"]
-    for name, head in (("jobs", HEAD), ("hub", SCHEMA_REVISION)):
+    for name, head in (("jobs", JOBS_SCHEMA), ("hub", SCHEMA_REVISION)):
         with closing(sqlite3.connect(databases[name])) as connection:
             revision = connection.execute("SELECT version_num FROM alembic_version").fetchone()
         assert revision == (head,)

@@ -76,7 +76,7 @@ def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
     store: JobStore, tmp_path: Path
 ) -> None:
     old, of_a_release, running = end_one(store), end_one(store), None
-    running = store.submit(JobSpec(command=("true",), pipeline="facts")).job
+    running = store.submit(JobSpec(command=("true",), pipeline="facts"))
     for job in (old, of_a_release, running):
         (tmp_path / job.id).mkdir()
         (tmp_path / job.id / "log.txt").write_text("words")
@@ -174,7 +174,7 @@ def test_the_thread_that_removes_old_jobs_outlives_an_error(
 
 def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path: Path) -> None:
     command = ("python", "-m", "pipeline.retrain")
-    job = store.submit(JobSpec(command=command, pipeline="facts")).job
+    job = store.submit(JobSpec(command=command, pipeline="facts"))
     folder = tmp_path / job.id
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step-1.pt").write_bytes(b"much")
@@ -188,7 +188,7 @@ def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path:
 def test_what_a_trainer_of_ones_own_calls_checkpoints_stays(
     store: JobStore, tmp_path: Path
 ) -> None:
-    job = store.submit(JobSpec(command=("./train.sh",), pipeline="facts")).job
+    job = store.submit(JobSpec(command=("./train.sh",), pipeline="facts"))
     folder = tmp_path / job.id
     for name in ("checkpoints", ".spec.json.1"):
         (folder / name).mkdir(parents=True)

@@ -306,7 +306,7 @@ with JobStore.open({bench.store.location!r}) as store:
     runner = Runner(store, Path({str(bench.jobs_dir)!r}), settings, ENVIRONMENT)
     runner.run_until_idle(threading.Event())
 """
-    job = bench.store.submit(program("use_torch", "2")).job
+    job = bench.store.submit(program("use_torch", "2"))
     subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True)
     assert bench.store.get(job.id).state == "COMPLETED"
     assert bench.log.read_text() == f"sum {512**3} preloaded True\n"

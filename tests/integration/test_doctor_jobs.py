@@ -139,7 +139,7 @@ def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(ho
             assert job is not None
             store.finish(job.id, "runner", JobOutcome(result="failed", reason="a bad row"))
             assert step() == f"pipeline jobs logs {job.id}; then push again, or: pipeline jobs run"
-        correction = store.submit(spec, by_hand=True).job
+        correction = store.submit(spec, by_hand=True)
         first = f"pipeline jobs logs {job.id}; then wait for job {correction.id}, which is"
         assert step() == f"{first} pending: pipeline jobs wait {correction.id}"
         store.claim("runner", 60)

@@ -101,7 +101,7 @@ class Place:
         """A job of the commit, whose folder and whose downloads hold its rows."""
         range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
         spec = JobSpec(command=("true",), pipeline="facts", revisions=range)
-        job = store.submit(spec).job
+        job = store.submit(spec)
         assert store.claim("me", 60) is not None
         folder = self.home.jobs_dir / job.id
         folder.mkdir()
@@ -371,7 +371,7 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
         for sha in (place.good, place.bad):
             range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
             spec = JobSpec(command=("true",), pipeline="facts", revisions=range)
-            job = store.submit(spec, by_hand=True).job
+            job = store.submit(spec, by_hand=True)
             if sha == place.good:
                 assert store.claim("me", 60) is not None
                 runs = job.id
@@ -423,7 +423,7 @@ def test_a_purge_of_a_model_finds_what_jobs_have_made_of_their_base_model(place:
         push_model(place, hub)
         with open_job_store(load_settings(), place.home) as store:
             spec = JobSpec(command=("true",), settings={"base_model": "Local/facts@main"})
-            job = store.submit(spec).job
+            job = store.submit(spec)
             assert store.claim("me", 60) is not None
             words = refused(place.bad, "--type", "model")
             assert f"{job.id} (RUNNING) may still read these commits" in words

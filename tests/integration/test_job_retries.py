@@ -28,14 +28,14 @@ def is_waiting(house: House, job: Job) -> bool:
 
 def test_a_failure_that_passes_is_forgotten(house: House) -> None:
     house.run(SOON)
-    job = house.ended(house.store.submit(program("fail_for_now", "2")).job)
+    job = house.ended(house.store.submit(program("fail_for_now", "2")))
     assert (job.state, job.attempt, job.num_lost) == ("COMPLETED", 3, 2)
     assert job.outcome is not None and job.outcome.result == "promoted"
 
 
 def test_a_failure_that_does_not_pass_ends_the_job_after_its_last_attempt(house: House) -> None:
     house.run(SOON)
-    job = house.ended(house.store.submit(program("fail_for_now", "9", max_attempts=2)).job)
+    job = house.ended(house.store.submit(program("fail_for_now", "9", max_attempts=2)))
     assert (job.state, job.attempt) == ("ERROR", 2) and job.outcome is not None
     assert job.outcome.reason == "The hub is away. That was failed attempt 2 of 2."
     assert job.outcome.stage == "snapshot"
@@ -50,7 +50,7 @@ def test_the_exit_code_of_a_trainer_says_whether_its_failure_may_pass(
     house.run(SOON)
     command = ("sh", "-c", f"echo no room; exit {code}")
     spec = JobSpec(command=command, pipeline="faq", max_attempts=2)
-    job = house.ended(house.store.submit(spec).job)
+    job = house.ended(house.store.submit(spec))
     assert (job.state, job.attempt) == ("ERROR", attempts) and job.outcome is not None
     assert "no room" in str(job.outcome.reason) and job.outcome.exit_code == code
 
@@ -58,13 +58,13 @@ def test_the_exit_code_of_a_trainer_says_whether_its_failure_may_pass(
 def test_a_job_that_waits_gives_way_to_a_newer_push_and_holds_up_no_other(house: House) -> None:
     house.run(LATER)
     spec = program("fail_for_now", "9", revisions=revisions("b", "a"))
-    first = house.store.submit(spec, delivery=delivery("d1")).job
+    first = house.store.submit(spec, delivery=delivery("d1"))
     until(lambda: is_waiting(house, first))
     # The only place of this runner is free meanwhile.
-    house.ended(house.store.submit(JobSpec(command=("true",))).job)
+    house.ended(house.store.submit(JobSpec(command=("true",))))
     assert is_waiting(house, first)
     spec = program("write_outcome", "promoted", "0", revisions=revisions("c", "b"))
-    second = house.ended(house.store.submit(spec, delivery=delivery("d2")).job)
+    second = house.ended(house.store.submit(spec, delivery=delivery("d2")))
     assert second.state == "COMPLETED"
     outcome = house.store.get(first.id).outcome
     assert outcome is not None and outcome.reason is not None
@@ -73,7 +73,7 @@ def test_a_job_that_waits_gives_way_to_a_newer_push_and_holds_up_no_other(house:
 
 def test_a_job_that_waits_can_be_cancelled(house: House) -> None:
     house.run(LATER)
-    job = house.store.submit(program("fail_for_now", "9")).job
+    job = house.store.submit(program("fail_for_now", "9"))
     until(lambda: is_waiting(house, job))
     house.store.cancel(job.id)
     ended = house.ended(job)
@@ -83,12 +83,12 @@ def test_a_job_that_waits_can_be_cancelled(house: House) -> None:
 
 def test_the_next_runner_keeps_the_wait(house: House) -> None:
     _, stop, thread = house.run(LATER)
-    job = house.store.submit(program("fail_for_now", "9")).job
+    job = house.store.submit(program("fail_for_now", "9"))
     until(lambda: is_waiting(house, job))
     stop.set()
     thread.join()
     house.run(LATER)
-    house.ended(house.store.submit(JobSpec(command=("true",))).job)
+    house.ended(house.store.submit(JobSpec(command=("true",))))
     assert house.log(job).read_text() == "attempt\n"
 
 
@@ -103,7 +103,7 @@ def test_a_failed_fork_is_tried_again(house: House, code: int, state: str) -> No
             raise LaunchError("No process could be started") from errors.pop()
         server.start(attempt)
 
-    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    job = house.store.submit(program("write_outcome", "promoted", "0"))
     runner = Runner(house.store, house.jobs_dir, SOON, ENVIRONMENT, start_agent=fail_at_first)
     runner.run_until_idle(threading.Event())
     assert house.store.get(job.id).state == state

@@ -40,7 +40,7 @@ def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
         settings={"lr": 0.1},
         resources=Resources(num_threads=3),
     )
-    job = house.store.submit(spec, payload=PAYLOAD).job
+    job = house.store.submit(spec, payload=PAYLOAD)
     ended = house.ended(job)
     assert (ended.state, ended.outcome, ended.attempt) == ("COMPLETED", None, 1)
     folder = house.jobs_dir / job.id
@@ -71,7 +71,7 @@ def test_the_folder_of_a_lost_database_is_not_believed(house: House) -> None:
     (old / "job.json").write_text('{"id": "j000001", "created_at": 1.0}')
     (old / "outcome.json").write_text('{"result": "promoted"}')
     (old / "log.txt").write_text("what the old job said")
-    job = house.store.submit(spec).job
+    job = house.store.submit(spec)
     assert job.id == old.name
     assert read_log(house.jobs_dir, job) == b""
     house.run()
@@ -84,7 +84,7 @@ def test_the_folder_of_a_lost_database_is_not_believed(house: House) -> None:
 def test_a_job_may_empty_its_working_folder(house: House) -> None:
     house.run()
     script = "rm -rf ./*; sleep 0.5; exit 3"
-    job = house.store.submit(JobSpec(command=("sh", "-c", script), pipeline="faq")).job
+    job = house.store.submit(JobSpec(command=("sh", "-c", script), pipeline="faq"))
     ended = house.ended(job)
     assert ended.attempt == 1
     assert ended.outcome is not None and ended.outcome.exit_code == 3
@@ -92,7 +92,7 @@ def test_a_job_may_empty_its_working_folder(house: House) -> None:
 
 def test_the_outcome_that_a_job_wrote_is_final(house: House) -> None:
     house.run()
-    job = house.ended(house.store.submit(program("write_outcome", "promoted", "9")).job)
+    job = house.ended(house.store.submit(program("write_outcome", "promoted", "9")))
     assert job.state == "COMPLETED" and job.outcome is not None
     assert job.outcome.release == "r000001-1f3ac9d2"
 
@@ -109,8 +109,8 @@ def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
     house: House, script: str, reason: str
 ) -> None:
     _, _, runner = house.run()
-    odd = house.store.submit(JobSpec(command=("sh", "-c", script))).job
-    other = house.store.submit(JobSpec(command=("sleep", "0.5"))).job
+    odd = house.store.submit(JobSpec(command=("sh", "-c", script)))
+    other = house.store.submit(JobSpec(command=("sleep", "0.5")))
     job = house.ended(odd)
     assert job.state == "ERROR" and job.outcome is not None
     assert reason in str(job.outcome.reason)
@@ -120,21 +120,21 @@ def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
 
 def test_a_plain_command_that_is_killed_fails(house: House) -> None:
     house.run()
-    job = house.ended(house.store.submit(JobSpec(command=("sh", "-c", "kill -9 $$"))).job)
+    job = house.ended(house.store.submit(JobSpec(command=("sh", "-c", "kill -9 $$"))))
     assert job.state == "ERROR" and job.outcome is not None
     assert job.outcome.exit_code == -9 and "signal 9" in str(job.outcome.reason)
 
 
 def test_an_unknown_launcher_fails_the_job(house: House) -> None:
     house.run()
-    job = house.ended(house.store.submit(JobSpec(command=("true",), launcher="slurm")).job)
+    job = house.ended(house.store.submit(JobSpec(command=("true",), launcher="slurm")))
     assert job.outcome is not None and job.outcome.stage == "launch"
     assert job.outcome.reason is not None and "'slurm'" in job.outcome.reason
 
 
 def test_a_killed_job_goes_on_from_what_it_wrote(house: House) -> None:
     house.run()
-    job = house.ended(house.store.submit(program("die_once")).job)
+    job = house.ended(house.store.submit(program("die_once")))
     assert (job.state, job.attempt, job.num_lost) == ("COMPLETED", 2, 1)
     assert house.log(job).read_text() == "second attempt\n"
 
@@ -143,7 +143,7 @@ def test_a_job_that_always_dies_fails(house: House) -> None:
     house.run()
     delivery = Delivery(source="hub", id="d1")
     spec = program("die", max_attempts=2, revisions=revisions("b", "a"))
-    job = house.ended(house.store.submit(spec, delivery=delivery).job)
+    job = house.ended(house.store.submit(spec, delivery=delivery))
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
     assert (job.outcome.stage, job.outcome.delivery_ids) == ("lost", ("d1",))
     assert "attempt 2 of 2" in job.outcome.reason
@@ -151,7 +151,7 @@ def test_a_job_that_always_dies_fails(house: House) -> None:
 
 def test_a_cancelled_job_is_cancelled(house: House) -> None:
     house.run()
-    job = house.store.submit(program("stop_politely", "failed")).job
+    job = house.store.submit(program("stop_politely", "failed"))
     (pid,) = pids_in(house.log(job))
     house.store.cancel(job.id)
     ended = house.ended(job)
@@ -162,7 +162,7 @@ def test_a_cancelled_job_is_cancelled(house: House) -> None:
 
 def test_a_cancel_that_came_too_late_changes_nothing(house: House) -> None:
     house.run()
-    job = house.store.submit(program("stop_politely", "promoted")).job
+    job = house.store.submit(program("stop_politely", "promoted"))
     pids_in(house.log(job))
     house.store.cancel(job.id)
     assert house.ended(job).state == "COMPLETED"
@@ -171,7 +171,7 @@ def test_a_cancel_that_came_too_late_changes_nothing(house: House) -> None:
 def test_a_job_that_takes_too_long_is_stopped(house: House) -> None:
     house.run()
     limit = Resources(timeout_seconds=1.5)
-    job = house.store.submit(program("have_children", resources=limit)).job
+    job = house.store.submit(program("have_children", resources=limit))
     pids = pids_in(house.log(job), 3)
     job = house.ended(job)
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
@@ -183,7 +183,7 @@ def test_a_runner_waits_for_a_store_that_fails_and_comes_back(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
     house.run()
-    assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
+    assert house.ended(house.store.submit(JobSpec(command=("true",)))).state == "COMPLETED"
     engine = create_engine(house.url)
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE jobs RENAME TO elsewhere"))
@@ -191,30 +191,30 @@ def test_a_runner_waits_for_a_store_that_fails_and_comes_back(
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE elsewhere RENAME TO jobs"))
     engine.dispose()
-    assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
+    assert house.ended(house.store.submit(JobSpec(command=("true",)))).state == "COMPLETED"
 
 
 def test_a_running_job_that_the_store_has_lost_is_killed_and_other_jobs_go_on(house: House) -> None:
     house.run()
-    lost = house.store.submit(program("sleep_until_stopped")).job
+    lost = house.store.submit(program("sleep_until_stopped"))
     (pid,) = pids_in(house.log(lost))
     engine = create_engine(house.url)
     with engine.begin() as connection:
         connection.execute(delete(JOBS).where(JOBS.c.number == number_of(lost.id)))
     engine.dispose()
     until(lambda: is_gone(pid))
-    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    job = house.store.submit(program("write_outcome", "promoted", "0"))
     assert house.ended(job).state == "COMPLETED"
 
 
 def test_a_runner_makes_the_deleted_file_of_its_store_anew(house: House, tmp_path: Path) -> None:
     house.run()
-    lost = house.store.submit(program("sleep_until_stopped")).job
+    lost = house.store.submit(program("sleep_until_stopped"))
     (pid,) = pids_in(house.log(lost))
     for file in tmp_path.glob("jobs.db*"):
         file.unlink()
     until(lambda: is_gone(pid))
-    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    job = house.store.submit(program("write_outcome", "promoted", "0"))
     assert job.id == lost.id
     assert house.ended(job).state == "COMPLETED"
 
@@ -231,7 +231,7 @@ def test_a_job_whose_claim_was_stored_but_not_answered_is_run(
         raise StoreError("The connection was lost.")
 
     monkeypatch.setattr(JobStore, "claim", lose_the_answer)
-    job = house.store.submit(JobSpec(command=("true",))).job
+    job = house.store.submit(JobSpec(command=("true",)))
     if until_idle:
         # The lease is longer than the wait after an error. So the runner finds nothing to do first.
         run_until_idle(house, SETTINGS.model_copy(update={"lease_seconds": 2.0}))
@@ -243,7 +243,7 @@ def test_a_job_whose_claim_was_stored_but_not_answered_is_run(
 
 def test_a_module_that_cannot_be_imported_in_advance_is_done_without(house: House) -> None:
     house.run_process("tests.jobs_broken_module", "no_such_module", "json")
-    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    job = house.store.submit(program("write_outcome", "promoted", "0"))
     assert house.ended(job).state == "COMPLETED"
 
 
@@ -266,7 +266,7 @@ def test_run_until_idle_waits_for_the_lease_of_a_dead_runner(house: House) -> No
 def test_a_log_is_followed_to_its_end(house: House) -> None:
     house.run()
     script = "for n in 1 2 3; do echo line $n; sleep 0.1; done; printf end"
-    job = house.store.submit(JobSpec(command=("sh", "-c", script))).job
+    job = house.store.submit(JobSpec(command=("sh", "-c", script)))
     pieces = b"".join(follow_log(house.store, house.jobs_dir, job.id, poll_seconds=0.01))
     assert pieces == b"line 1\nline 2\nline 3\nend"
     assert b"".join(follow_log(house.store, house.jobs_dir, job.id, offset=21)) == b"end"

@@ -31,7 +31,7 @@ def test_a_stopped_runner_leaves_its_jobs_to_the_next(
     house: House, action: tuple[str, ...]
 ) -> None:
     _, stop, thread = house.run()
-    job = house.store.submit(program(*action, max_attempts=1)).job
+    job = house.store.submit(program(*action, max_attempts=1))
     (pid,) = pids_in(house.log(job))
     stop.set()
     thread.join()
@@ -46,7 +46,7 @@ def test_a_stopped_runner_leaves_its_jobs_to_the_next(
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_new_runner_watches_the_attempt_of_a_killed_one(house: House, is_stopped: bool) -> None:
     first = house.run_process("json")
-    job = house.store.submit(program("wait_for", "go", "0")).job
+    job = house.store.submit(program("wait_for", "go", "0"))
     (pid,) = pids_in(house.log(job))
     servers = [
         child
@@ -75,7 +75,7 @@ def test_a_new_runner_watches_the_attempt_of_a_killed_one(house: House, is_stopp
 def test_a_job_that_ended_while_no_runner_was_there(house: House) -> None:
     first = house.run_process()
     jobs = [
-        house.store.submit(program("wait_for", "go", code, pipeline=f"p{code}")).job
+        house.store.submit(program("wait_for", "go", code, pipeline=f"p{code}"))
         for code in ("0", "4")
     ]
     for job in jobs:
@@ -91,7 +91,7 @@ def test_a_job_that_ended_while_no_runner_was_there(house: House) -> None:
 
 def test_everything_killed_at_once_is_started_again(house: House) -> None:
     first = house.run_process("json")
-    job = house.store.submit(program("have_children")).job
+    job = house.store.submit(program("have_children"))
     pids = pids_in(house.log(job), 3)
     for victim in (agent_of(house, job), pids[2], first.pid):
         with contextlib.suppress(ProcessLookupError):  # the kernel was quicker
@@ -114,7 +114,7 @@ def agent_of(house: House, job: Job) -> int:
 
 def test_a_killed_agent_is_noticed_before_its_lease_runs_out(house: House) -> None:
     house.run(SETTINGS.model_copy(update={"lease_seconds": 600.0}))
-    job = house.store.submit(program("have_children", max_attempts=1)).job
+    job = house.store.submit(program("have_children", max_attempts=1))
     pids = pids_in(house.log(job), 3)
     os.kill(agent_of(house, job), signal.SIGKILL)
     outcome = house.ended(job).outcome
@@ -125,9 +125,9 @@ def test_a_killed_agent_is_noticed_before_its_lease_runs_out(house: House) -> No
 
 def test_a_frozen_agent_is_killed_and_the_job_goes_on(house: House) -> None:
     house.run()
-    job = house.store.submit(program("die_once")).job
+    job = house.store.submit(program("die_once"))
     assert house.ended(job).attempt == 2
-    job = house.store.submit(program("wait_for", "go", "0")).job
+    job = house.store.submit(program("wait_for", "go", "0"))
     (pid,) = pids_in(house.log(job))
     os.kill(agent_of(house, job), signal.SIGSTOP)
     assert pids_in(house.log(job), 2)[0] == pid
@@ -140,7 +140,7 @@ def test_a_frozen_agent_is_killed_and_the_job_goes_on(house: House) -> None:
 @pytest.mark.parametrize("begins", [True, False])
 def test_an_attempt_that_begins_or_ends_while_its_runner_stops(house: House, begins: bool) -> None:
     runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=lambda _: None)
-    job = house.store.submit(program("die")).job
+    job = house.store.submit(program("die"))
     runner._step(is_stopping=False)
     ((owner, as_it_was),) = runner._running.items()
     agent = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -164,7 +164,7 @@ def test_an_attempt_that_has_ended_though_its_start_failed_stays_as_it_is(house:
         house.store.finish(attempt.job_id, attempt.owner, None)
         raise LaunchError("The answer was lost.")
 
-    job = house.store.submit(program("die")).job
+    job = house.store.submit(program("die"))
     runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=end_and_fail)
     runner.run_until_idle(threading.Event())
     assert house.store.get(job.id).state == "COMPLETED"
@@ -174,7 +174,7 @@ def test_two_runners_share_the_jobs(house: House) -> None:
     for _ in range(2):
         house.run(SETTINGS.model_copy(update={"max_running": 2}))
     jobs = [
-        house.store.submit(program("write_outcome", "promoted", "0", pipeline=f"p{n}")).job
+        house.store.submit(program("write_outcome", "promoted", "0", pipeline=f"p{n}"))
         for n in range(8)
     ]
     assert {house.ended(job).attempt for job in jobs} == {1}
@@ -184,7 +184,7 @@ def test_jobs_run_from_postgres_too(tmp_path: Path, postgres_server: str) -> Non
     with new_database(postgres_server) as url:
         house = House(tmp_path, url)
         house.run_process("json")
-        job = house.ended(house.store.submit(program("die_once")).job)
+        job = house.ended(house.store.submit(program("die_once")))
         assert (job.state, job.attempt) == ("COMPLETED", 2)
         house.close()
 
@@ -210,7 +210,7 @@ def test_a_runner_that_slept_at_a_start_starts_nothing_twice(
         with JobStore.open(house.url) as store:
             Runner(store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=start_slowly).run(stop)
 
-    job = house.store.submit(program("wait_for", "go", "0")).job
+    job = house.store.submit(program("wait_for", "go", "0"))
     token = attempt_token(replace(job, attempt=1), b"k")
     thread = threading.Thread(target=sleepy)
     thread.start()

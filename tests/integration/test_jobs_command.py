@@ -32,7 +32,7 @@ def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
     monkeypatch.setenv("COLUMNS", "40")
     assert pipeline("jobs", "ls").stdout == "No job yet.\n"
     with open_job_store(load_settings(), Home.find()) as store:
-        job = store.submit(JobSpec(command=("sleep", "1"))).job
+        job = store.submit(JobSpec(command=("sleep", "1")))
     assert job.id in pipeline("jobs", "ls").output
     assert json.loads(pipeline("jobs", "inspect", "--latest", "--json").output)["id"] == job.id
     inspected = dict(
@@ -45,7 +45,7 @@ def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
 
 def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so() -> None:
     with open_job_store(load_settings(), Home.find()) as store:
-        job = store.submit(JobSpec(command=("sleep", "1"))).job
+        job = store.submit(JobSpec(command=("sleep", "1")))
         assert store.claim("me", 60) is not None
         stopping = pipeline("jobs", "cancel", job.id).stdout
         assert stopping == f"{job.id} was asked to stop\n"

@@ -42,7 +42,7 @@ def end(store: JobStore, outcome: JobOutcome) -> str:
 
 
 def test_it_is_the_job_that_absorbed_the_commit(store: JobStore) -> None:
-    before = store.submit(spec(A), delivery=delivery("d0")).job
+    before = store.submit(spec(A), delivery=delivery("d0"))
     end(store, DONE)
     store.submit(spec(B, A), delivery=delivery("d1"))
     store.submit(spec(C, B), delivery=delivery("d2"))
@@ -57,7 +57,7 @@ def test_it_is_the_job_that_absorbed_the_commit(store: JobStore) -> None:
 def test_it_goes_on_with_the_job_that_took_over(store: JobStore) -> None:
     store.submit(spec(A), delivery=delivery("d1"))
     assert store.claim("me", 60) is not None
-    later = store.submit(spec(B, A), delivery=delivery("d2")).job
+    later = store.submit(spec(B, A), delivery=delivery("d2"))
     store.finish("j000001", "me", FAILED)
     end(store, DONE)
     waited = wait("--commit", A, "--json")

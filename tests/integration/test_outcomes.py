@@ -27,7 +27,7 @@ def pipeline(told: tuple[str, ...]) -> PipelineSettings:
 
 def test_each_outcome_is_told_once_also_by_the_next_process(store: JobStore) -> None:
     told: list[str] = []
-    long = store.submit(JobSpec(command=("true",), pipeline="long")).job.id
+    long = store.submit(JobSpec(command=("true",), pipeline="long")).id
     assert store.claim("me", 60) is not None
     ids = [end_one(store).id for _ in range(3)]
     first = Outcomes(store, [lambda job: told.append(job.id)])

@@ -60,7 +60,7 @@ def test_a_webhooks_life(at: dict[str, str]) -> None:
 
 
 def test_a_webhook_that_starts_a_job(at: dict[str, str], store: JobStore) -> None:
-    job = store.submit(JobSpec(command=("true",))).job
+    job = store.submit(JobSpec(command=("true",)))
     made = webhooks.create_webhook(job_id=job.id, watched=["user:ann"], **at)
     assert made.url is None
     assert made.job is not None and made.job["sourceId"] == job.id

@@ -192,7 +192,7 @@ def test_a_refused_commit_that_waits_is_told_with_the_ways_on(configure: Configu
     folder = configure(1)
     echo_release(folder, 1)
     with open_job_store(load_settings(), Home.find()) as store:
-        job = store.submit(JobSpec(command=("true",), pipeline="answers")).job
+        job = store.submit(JobSpec(command=("true",), pipeline="answers"))
         assert store.claim("me", 60) is not None
         outcome = JobOutcome(result="rejected", dataset_revision="c0ffee" * 6)
         store.finish(job.id, "me", outcome)
@@ -430,7 +430,7 @@ def test_status_prints_a_reason_as_it_is(configure: Configure) -> None:
     configure(*free_ports(1))
     reason = "2 of 9 learned; not: '[INST] a :smile: [/INST]'; see [pipelines.data.columns]"
     with open_job_store(load_settings(), Home.find()) as store:
-        job = store.submit(JobSpec(command=("true",), pipeline="answers")).job
+        job = store.submit(JobSpec(command=("true",), pipeline="answers"))
         assert store.claim("me", 60) is not None
         store.finish(job.id, "me", JobOutcome(result="rejected", stage="gate", reason=reason))
     result = pipeline("status")

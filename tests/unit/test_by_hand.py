@@ -95,7 +95,7 @@ def test_only_a_job_of_the_stacks_webhook_gets_its_secret(
 ) -> None:
     spec = JobSpec(command=("true",), labels=starts_it.pop("labels", {}))
     with open_job_store(Settings(), Home(tmp_path)) as store:
-        job = store.submit(spec, **starts_it).job
+        job = store.submit(spec, **starts_it)
     key = Fernet.generate_key().decode()
     tokens = Tokens(hub="h", admin="a", webhook="of-the-stacks-webhook", key=key)
     variables = by_hand._attempt_variables(job, tokens)
@@ -118,7 +118,7 @@ def test_a_job_sees_none_of_the_services_secrets(
     monkeypatch.setattr(by_hand.signal, "signal", lambda *_: None)
     monkeypatch.setattr(by_hand, "log_to_stderr", lambda *_: None)
     with open_job_store(load_settings(), home) as store:
-        job = store.submit(JobSpec(command=("sh", "-c", "env > seen"))).job
+        job = store.submit(JobSpec(command=("sh", "-c", "env > seen")))
     by_hand.run_jobs(home, until_idle=True, with_hub=False)
     seen = (home.jobs_dir / job.id / "seen").read_text()
     assert "COLOR=blue" in seen
@@ -229,9 +229,9 @@ def test_the_runner_stays_for_an_old_job_behind_many_newer_ones(
 ) -> None:
     home, settings = Home(tmp_path), Settings()
     with open_job_store(settings, home) as store:
-        old = store.submit(JobSpec(command=("true",))).job
+        old = store.submit(JobSpec(command=("true",)))
         for _ in range(101):
-            store.cancel(store.submit(JobSpec(command=("true",))).job.id)
+            store.cancel(store.submit(JobSpec(command=("true",))).id)
         waits: list[float] = []
 
         def end_the_old_job(seconds: float) -> None:

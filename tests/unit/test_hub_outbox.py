@@ -24,6 +24,7 @@ from pipeline.hub.webhooks import (
     HubWatchedItem,
     StoredWebhook,
     WebhookRequest,
+    change_webhook,
     create_webhook,
     get_webhook,
 )
@@ -240,7 +241,8 @@ def test_events_go_with_their_deliveries(kept: Kept) -> None:
 def test_a_person_and_a_410_disable_and_a_restart_ends_a_suspension(kept: Kept) -> None:
     def restart(**how: bool) -> str:
         with kept.database.write() as connection:
-            outbox.restart(connection, get_webhook(connection, kept.webhook().id), **how)
+            webhook = get_webhook(connection, kept.webhook().id)
+            change_webhook(connection, webhook, **outbox.NO_FAILURES, **how)
         return kept.webhook().status
 
     assert kept.send(failed(0), suspend_after_seconds=0).status == "suspended"

@@ -20,7 +20,7 @@ def test_after_an_error_of_the_store_the_next_call_returns_the_lines(
 
     with JobStore.open(tmp_path / "jobs.sqlite") as store:
         journal = Journal(store)
-        job = store.submit(JobSpec(command=("true",))).job
+        job = store.submit(JobSpec(command=("true",)))
         with monkeypatch.context() as patched:
             patched.setattr(store, "list", fails)
             with pytest.raises(StoreError):
@@ -49,7 +49,7 @@ def test_a_refusal_is_told_until_a_later_job_has_decided_about_the_rows(
     )
     with JobStore.open(tmp_path / "jobs.sqlite") as store:
         for outcome in outcomes:
-            job = store.submit(JobSpec(command=("true",), pipeline="facts")).job
+            job = store.submit(JobSpec(command=("true",), pipeline="facts"))
             assert store.claim("me", 60) is not None
             store.finish(job.id, "me", outcome)
         advice = advice_after_refusal(store.list(pipeline="facts"))

@@ -20,7 +20,7 @@ EXITED, KILLED, VANISHED = Exit(code=1), Exit(code=-9), Exit()
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     with JobStore.open(tmp_path / "jobs.sqlite") as store:
-        return store.submit(JobSpec(command=("train",), pipeline="faq")).job
+        return store.submit(JobSpec(command=("train",), pipeline="faq"))
 
 
 @pytest.mark.parametrize(

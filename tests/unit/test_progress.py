@@ -87,7 +87,7 @@ def test_a_job_behind_another_names_the_job_that_it_waits_for(
         store.submit(retraining, by_hand=True)
         training = store.claim("me", 60)
         assert training is not None
-        behind = store.submit(retraining, by_hand=True).job
+        behind = store.submit(retraining, by_hand=True)
         follow_output(store, behind.id, home, io.BytesIO(), deadline=time.monotonic() + 0.3)
         assert capsys.readouterr().err == f"waits: {training.id} is running\n", "once"
         follow_output(store, behind.id, home, None, deadline=time.monotonic())

@@ -93,7 +93,7 @@ def change(hub: HubOf, body: Checked, id: str) -> JSONResponse:
         # encrypts it into other bytes each time.
         seen = ("url", "job_id", "encrypted_secret")
         if any(getattr(before, name) != getattr(after, name) for name in seen):
-            outbox.restart(connection, after)
+            change_webhook(connection, after, **outbox.NO_FAILURES)
         described = _described(hub, connection, get_webhook(connection, id))
     return _changed(described)
 
@@ -166,7 +166,8 @@ def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) ->
     its pending deliveries are sent at once. Or disables it: its pending deliveries wait until it is
     enabled, and it gets no deliveries for events that happen in the meantime."""
     with hub.database.write() as connection:
-        outbox.restart(connection, get_webhook(connection, id), disabled=act == "disable")
+        webhook = get_webhook(connection, id)
+        change_webhook(connection, webhook, **outbox.NO_FAILURES, disabled=act == "disable")
         return {"webhook": _described(hub, connection, get_webhook(connection, id))}
 
 

@@ -17,7 +17,7 @@ def running(store: JobStore) -> Job:
 
 
 def test_the_token_of_a_running_attempt_names_its_job(store: JobStore) -> None:
-    pending = store.submit(spec(pipeline="faq")).job
+    pending = store.submit(spec(pipeline="faq"))
     assert job_of_token(attempt_token(pending, KEY), store, KEY) is None, "it has not started"
     job = running(store)
     token = attempt_token(job, KEY)

@@ -40,7 +40,7 @@ def test_a_store_of_another_version_is_refused_and_left_alone(
 def test_a_transaction_is_seen_when_it_commits_not_when_it_begins(
     store: JobStore, store_url: str
 ) -> None:
-    job = store.submit(spec("b", "a")).job
+    job = store.submit(spec("b", "a"))
     with JobStore.open(store_url) as other:
         with writing(other._engine) as connection:
             update_job(connection, job.id, num_lost=1)
@@ -66,7 +66,7 @@ def test_a_store_is_opened_by_many_at_once(store_url: str) -> None:
 
 def test_jobs_outlive_the_store_that_took_them(store_url: str) -> None:
     with JobStore.open(store_url) as first:
-        job = first.submit(spec("b", "a"), payload={"n": 1}).job
+        job = first.submit(spec("b", "a"), payload={"n": 1})
     with JobStore.open(store_url) as second:
         assert second.get(job.id) == job
 
@@ -105,7 +105,7 @@ def test_a_store_whose_file_was_deleted_takes_nothing(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="no such table"):
             store.submit(spec(pipeline="faq"))
         with JobStore.open(path) as other:
-            there = other.submit(spec(pipeline="faq")).job
+            there = other.submit(spec(pipeline="faq"))
             assert store.list() == [there]
 
 

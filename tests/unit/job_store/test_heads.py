@@ -22,7 +22,7 @@ def train(store: JobStore, head: str, outcome: object = DONE) -> Job:
 
 
 def push(store: JobStore, commit: str, id: str, **values: object) -> Job:
-    return store.submit(spec(commit, **values), payload={"of": commit}, delivery=delivery(id)).job
+    return store.submit(spec(commit, **values), payload={"of": commit}, delivery=delivery(id))
 
 
 def commits(job: Job) -> tuple[str | None, str | None]:
@@ -166,7 +166,7 @@ def test_a_paused_pipeline_collects_deliveries(store: JobStore) -> None:
     assert not store.has_open_jobs(), "a runner that ends when nothing is left does not wait"
     (waiting,) = store.list(pipeline="faq")
     assert waiting.waits_for == "faq is paused; to go on: pipeline resume faq"
-    by_hand = store.submit(spec("x"), by_hand=True).job
+    by_hand = store.submit(spec("x"), by_hand=True)
     assert train(store, "b").id == by_hand.id, "who asks for a job gets one"
     assert store.resume("faq") and not store.resume("faq")
     job = train(store, "b")

@@ -36,8 +36,8 @@ def test_old_jobs_that_ended_go_with_their_deliveries(store: JobStore, clock: Cl
     ]
     assert store.of_commit("2") == []
     # A forgotten delivery is new; one that is remembered gets its answer, and no number is reused.
-    assert store.submit(spec("0"), delivery=delivery("d0")).job.id == old[0]
-    again = store.submit(spec("2"), delivery=delivery("d2")).job
+    assert store.submit(spec("0"), delivery=delivery("d0")).id == old[0]
+    again = store.submit(spec("2"), delivery=delivery("d2"))
     assert again.id > young
     assert store.forget(before, newest=1, kept={old[0]}) == []
 
@@ -47,7 +47,7 @@ def test_what_waits_and_what_runs_stays_however_old(store: JobStore, clock: Cloc
     store.submit(spec("1"), delivery=delivery("d1"))
     runs = store.claim("me", 1e9)
     assert runs is not None
-    waits = store.submit(spec("2", "1"), delivery=delivery("d2")).job
+    waits = store.submit(spec("2", "1"), delivery=delivery("d2"))
     clock.now += 1e6
     assert store.forget(clock.now, newest=1) == [lost]
     assert {job.id: job.state for job in store.list()} == {

@@ -100,7 +100,7 @@ def test_time_after_a_lease_ran_out_is_no_run_time(store: JobStore, clock: Clock
 def test_a_lost_job_with_a_successor_is_not_attempted_again(store: JobStore) -> None:
     store.submit(spec("b", "a"))
     job = claim(store)
-    successor = store.submit(spec("c", "b")).job
+    successor = store.submit(spec("c", "b"))
     ended = store.retry(job.id, "me", lost(job))
     assert ended.state == "ERROR" and ended.outcome is not None
     assert (
@@ -129,7 +129,7 @@ def test_a_job_that_waits_gives_way_to_newer_commits(store: JobStore) -> None:
     store.submit(spec("b", "a"))
     job = claim(store)
     store.retry(job.id, "me", lost(job), 30)
-    successor = store.submit(spec("c", "b")).job
+    successor = store.submit(spec("c", "b"))
     ended = store.claim("me", 60)
     assert ended is not None and (ended.id, ended.state) == (job.id, "ERROR")
     assert ended.outcome is not None
@@ -203,7 +203,7 @@ def test_a_lease_that_ran_out_is_found_and_only_its_owner_may_use_it(
 
 
 def test_cancel_by_state(store: JobStore) -> None:
-    pending = store.submit(spec("b", "a"), delivery=delivery("d1")).job
+    pending = store.submit(spec("b", "a"), delivery=delivery("d1"))
     cancelled = store.cancel(pending.id)
     assert cancelled.state == "CANCELED" and cancelled.outcome is not None
     assert cancelled.outcome.delivery_ids == ("d1",)
@@ -261,7 +261,7 @@ def test_changes_are_seen_and_silence_too(store: JobStore, store_url: str) -> No
 def test_jobs_that_ended_are_found_by_when_they_did(store: JobStore, clock: Clock) -> None:
     ids: list[str] = []
     for number, seconds in enumerate((0, 5, 5)):
-        job = store.submit(spec(f"{number}")).job
+        job = store.submit(spec(f"{number}"))
         clock.now += seconds
         store.claim("me", 60)
         store.finish(job.id, "me", DONE)

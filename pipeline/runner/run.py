@@ -1,0 +1,104 @@
+"""Runs the job runner: the process that takes jobs from the job store and starts them."""
+
+import os
+import signal
+import threading
+from contextlib import nullcontext
+
+from jobs.job import Job, attempt_token
+from pipeline.logs import log_to_stderr
+from pipeline.paths import Home, settings_file
+from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
+from pipeline.runner.after_jobs import after_jobs
+from pipeline.runner.by_hand import running_services
+from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import head_finder
+from pipeline.settings import SETTINGS_COPY, load_settings
+from pipeline.stack.services import hub_service
+from pipeline.tokens import Tokens, load_tokens
+
+PRELOAD = (
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "huggingface_hub",
+    "pipeline.retrain.run",
+    "pipeline.retrain.learning",
+)
+"""Modules that a retraining job imports. On Linux, the runner keeps a process that has already
+imported these modules, and forks each retraining from this process. This saves each retraining some
+seconds."""
+
+_KEPT_FROM_JOBS = (
+    "WEBHOOK_SECRET",
+    "PIPELINE_SECRET_KEY",
+    "PIPELINE_SERVING__API_KEY",
+    SETTINGS_COPY,
+)
+"""Environment variables of the runner that are not passed on to the jobs. `PIPELINE_SECRET_KEY`
+decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job.
+`SETTINGS_COPY` makes a process read the stack's copy of the settings file; a job must not
+get it, because a job may choose another settings file. Some jobs get the stack's `WEBHOOK_SECRET`
+from `_attempt_variables`."""
+
+
+def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
+    """Run the jobs of the job store until this process gets SIGTERM or SIGINT. With
+    `until_idle`, also stop as soon as no job is left. With `with_hub`, also run a hub."""
+    from jobs.runner import Runner
+
+    settings = load_settings()
+    log_to_stderr(settings.logs, "runner")
+    tokens = load_tokens(home.tokens_file)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with (
+        running_services([hub_service(settings)], home, settings) if with_hub else nullcontext(),
+        open_job_store(settings, home) as store,
+        after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
+    ):
+        preload = PRELOAD if settings.jobs.preload is None else settings.jobs.preload
+        runner = Runner(
+            store,
+            home.jobs_dir,
+            settings.jobs.model_copy(update={"preload": preload}),
+            {
+                **{name: each for name, each in os.environ.items() if name not in _KEPT_FROM_JOBS},
+                **_user_token_variable(tokens),
+                "HF_ENDPOINT": settings.hub_url,
+                "DATASET_ENDPOINT": settings.hub_url,
+                "PIPELINE_HOME": str(home.root),
+                "PIPELINE_SETTINGS": str(settings_file()),
+            },
+            of_attempt=lambda job: _attempt_variables(job, tokens),
+            find_head=head_finder(settings.hub_url, tokens),
+            secret_key=tokens.key.encode(),
+            alive_file=home.runner_alive,
+        )
+        if until_idle:
+            runner.run_until_idle(stop)
+        else:
+            runner.run(stop)
+
+
+def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
+    """The environment variables that are set for one attempt of a job.
+
+    The hub and the completion server both accept the attempt's token, which becomes invalid when
+    the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
+    secret of the stack's webhook. A job that a person submitted does not get this secret. A webhook
+    may start a copy of a job (`pipeline webhooks create --job-id`); such a copy does not get this
+    secret either.
+    """
+    token = attempt_token(job, tokens.key.encode())
+    variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
+    is_copy_for_webhook = "webhook" in job.spec.labels
+    if job.payload is not None and not job.by_hand and not is_copy_for_webhook:
+        variables["WEBHOOK_SECRET"] = tokens.webhook
+    return variables
+
+
+def _user_token_variable(tokens: Tokens) -> dict[str, str]:
+    """Passes the user's own token on to the jobs, which need it for other hubs."""
+    token = token_of_shell(os.environ, tokens.hub)
+    return {} if token is None else {OWN_TOKEN: token}
