@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from jobs.errors import JobNotFound, LeaseLost, StoreError
-from jobs.folder import COMPUTING, LOG, OUTCOME, PAYLOAD, SPEC, prepare_job_folder, write_atomically
+from jobs.folder import COMPUTING, LOG, OUTCOME, PAYLOAD, SPEC, prepare_job_folder, write_by_rename
 from jobs.job import Job
 from jobs.outcome_of_exit import Exit, StopReason, record_end
 from jobs.process import (
@@ -218,9 +218,9 @@ class _Agent:
         try:
             stale = prepare_job_folder(job_dir, job.identity)
             (job_dir / OUTCOME).unlink(missing_ok=True)
-            write_atomically(job_dir / SPEC, job.spec.model_dump_json(indent=2))
+            write_by_rename(job_dir / SPEC, job.spec.model_dump_json(indent=2))
             if job.payload is not None:
-                write_atomically(job_dir / PAYLOAD, json.dumps(job.payload))
+                write_by_rename(job_dir / PAYLOAD, json.dumps(job.payload))
             _hold_computing_lock(self._attempt.jobs_dir / COMPUTING)
         except OSError as error:
             code = TEMPORARY_FAILURE if is_temporary(error) else 1

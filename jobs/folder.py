@@ -36,7 +36,7 @@ _WRITTEN = (IDENTITY, SPEC, PAYLOAD)
 """The files of a job's folder that this package writes."""
 
 
-def write_atomically(path: Path, content: str, *, durable: bool = False) -> None:
+def write_by_rename(path: Path, content: str, *, durable: bool = False) -> None:
     """Write to a temporary file and rename it, so that a reader sees either the complete old
     content or the complete new content.
 
@@ -59,13 +59,13 @@ def write_atomically(path: Path, content: str, *, durable: bool = False) -> None
 
 
 def is_temporary_file(name: str) -> bool:
-    """Whether `write_atomically` gives this name to a temporary file, when this package writes a
+    """Whether `write_by_rename` gives this name to a temporary file, when this package writes a
     file of a job's folder."""
     return re.fullmatch(rf"\.({'|'.join(map(re.escape, _WRITTEN))})\.\d+", name) is not None
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in a file that `write_atomically` wrote. None if the file is missing, or if it is
+    """The JSON in a file that `write_by_rename` wrote. None if the file is missing, or if it is
     not valid JSON because a power cut lost its content. Raises OSError."""
     try:
         return json.loads(path.read_bytes())
@@ -98,7 +98,7 @@ def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:
         stale = _unused_stale_name(folder)
         folder.rename(stale)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / IDENTITY, json.dumps(identity))
+    write_by_rename(folder / IDENTITY, json.dumps(identity))
     return stale
 
 

@@ -339,8 +339,8 @@ def _checked_revision(engine: Engine, connection: Connection) -> str | None:
         raise OtherSchema(
             f"The job store {shown} has schema {revision!r}, which this version of hotpush cannot "
             f"use (it needs {SCHEMA_REVISION!r}): another version of hotpush wrote the job store. "
-            "Nothing was changed; use that version, or move the database away to begin with an empty "
-            "one."
+            "Nothing was changed; use that version, or move the database away to begin with an "
+            "empty one."
         )
     return revision
 

@@ -28,6 +28,11 @@ class Resources(_Record):
     `JobsSettings.timeout_seconds`."""
 
 
+def is_git_url(repo: str) -> bool:
+    """Whether `repo` is the URL of a git repository. Otherwise it is `owner/name` on a hub."""
+    return "://" in repo or "@" in repo
+
+
 class RevisionRange(_Record):
     """The commits of one ref that a job is for: the commits after `old_sha`, up to and including
     `new_sha`.

@@ -33,6 +33,7 @@ from pydantic_settings import (
 )
 
 from jobs.settings import JobsSettings
+from jobs.spec import is_git_url
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings, http_url
 from pipeline.logs import LogSettings
@@ -44,7 +45,6 @@ from pipeline.retrain.settings import (
     GateSettings,
     HubEndpoint,
     TrainSettings,
-    is_git_url,
 )
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings

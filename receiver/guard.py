@@ -117,9 +117,10 @@ def guarded_route(
             call_handler = super().get_route_handler()
 
             async def handle(request: Request) -> Response:
+                sent_id = sent_delivery_id(request.headers)
                 with bodies.body() as count:
                     try:
-                        event = await _read_event(request, webhook.proof, settings, count)
+                        event = await _read_event(request, sent_id, webhook.proof, settings, count)
                     except ReceiverError as refusal:
                         error = {"error": str(refusal)}
                         return JSONResponse(error, status_code=refusal.status_code)
@@ -129,7 +130,6 @@ def guarded_route(
                         return JSONResponse(event)
                     HANDLED.set((webhook.path, request.state.delivery_id))
                     proven = _with_body(request, event)
-                    sent_id = sent_delivery_id(request.headers)
                     if sent_id is None or webhook.knows_repeats:
                         return await call_handler(proven)
                     key = webhook.path, sent_id
@@ -141,7 +141,11 @@ def guarded_route(
 
 
 async def _read_event(
-    request: Request, proof: Proof, settings: ReceiverSettings, count: Callable[[int], None]
+    request: Request,
+    sent_id: str | None,
+    proof: Proof,
+    settings: ReceiverSettings,
+    count: Callable[[int], None],
 ) -> bytes | dict[str, str | bool]:
     """The result of `read_event` for a request that carries the proof."""
     # Check the headers before the body is read, so that a stranger cannot fill the memory with
@@ -153,7 +157,6 @@ async def _read_event(
     except TimeoutError:
         raise HTTPException(408, "The body did not arrive in time.") from None
     check_body(body)
-    sent_id = sent_delivery_id(request.headers)
     request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
     return read_event(proof.scheme, request.headers, body)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from jobs.spec import JobSpec, Resources, RevisionRange
+from jobs.spec import JobSpec, Resources, RevisionRange, is_git_url
 from receiver.payload import UpdatedRef, WebhookPayload
 
 DEFAULT_BRANCH = "refs/heads/main"
@@ -71,17 +71,13 @@ class RetrainRule(BaseModel):
             max_wait_seconds=self.max_wait_seconds,
         )
 
-    @property
-    def is_git(self) -> bool:
-        return "://" in self.dataset or "@" in self.dataset
-
     def watches(self, payload: WebhookPayload) -> bool:
         """Whether the payload's repository has the name or the git URL of this rule's dataset.
 
         The comparison ignores case, because a hub finds a repository by its name in upper or lower
         case.
         """
-        if not self.is_git:
+        if not is_git_url(self.dataset):
             return payload.repo.name.lower() == self.dataset.lower()
         return _host_and_path(self.dataset) in map(_host_and_path, _urls(payload))
 
@@ -99,7 +95,7 @@ def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSp
     named = [rule for rule in rules if rule.watches(payload)]
     # Two hubs may have datasets of the same name, so compare the hubs too. For a rule with a git
     # URL, `watches` has already compared the host, which is a part of the URL.
-    watching = [rule for rule in named if rule.endpoint == sender or rule.is_git]
+    watching = [rule for rule in named if rule.endpoint == sender or is_git_url(rule.dataset)]
     if not watching:
         return _why_not_followed(payload, named)
     updates = _updated_refs(payload)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs.folder import read_json, write_atomically
+from jobs.folder import read_json, write_by_rename
 from receiver.errors import NotAllowed, ReceiverError, TunnelFailed
 from receiver.settings import ReceiverSettings
 from receiver.webhooks import list_webhooks, update_webhook
@@ -283,7 +283,7 @@ def remember(url: str, remembered: Path) -> None:
     remembered.parent.mkdir(parents=True, exist_ok=True)
     with _writing:
         known = read_json(remembered) or []
-        write_atomically(remembered, json.dumps([url, *(each for each in known if each != url)]))
+        write_by_rename(remembered, json.dumps([url, *(each for each in known if each != url)]))
 
 
 def move_webhooks(remembered: Path, hubs: Sequence[HubCredentials]) -> bool:
@@ -301,7 +301,7 @@ def move_webhooks(remembered: Path, hubs: Sequence[HubCredentials]) -> bool:
         are_moved = [_move(hub, former, url) for hub in hubs if former]
         with _writing:
             if all(are_moved) and json.loads(remembered.read_text()) == known:
-                write_atomically(remembered, json.dumps([url]))
+                write_by_rename(remembered, json.dumps([url]))
     except OSError as error:
         _logger.warning("%s cannot be used (%s)", remembered, error)
         return False

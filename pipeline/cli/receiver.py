@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from jobs.spec import is_git_url
 from pipeline import space_deploy
 from pipeline.cli.project import ChangesStack
 from pipeline.cli.terminal import HostOption, JsonOption, PortOption, without_none
@@ -16,7 +17,6 @@ from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
-from pipeline.retrain.settings import is_git_url
 from pipeline.retrain.sources import own_token
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import retrain_rules

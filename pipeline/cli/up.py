@@ -14,11 +14,11 @@ import typer
 
 from jobs.errors import StoreError
 from jobs.process import is_alive
+from jobs.spec import is_git_url
 from pipeline.cli.project import ChangesStack, project_home
 from pipeline.doctor.facts import Journal
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.settings import is_git_url
 from pipeline.runner.job_store import check_schemas, open_job_store
 from pipeline.settings import Settings, load_settings
 from pipeline.stack.record import read_stack, suspended_stack

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jobs.spec import is_git_url
 from pipeline.errors import PipelineError
 from pipeline.formats import Pointer, may_be_pointer
 from pipeline.hub.repositories import repository_name
@@ -26,7 +27,7 @@ from pipeline.retrain.data import DataReport, divide, report_on
 from pipeline.retrain.dataset import check_not_empty, read_dataset, shown, why_no_data
 from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
 from pipeline.retrain.rows import Row
-from pipeline.retrain.settings import DataSettings, is_git_url
+from pipeline.retrain.settings import DataSettings
 from pipeline.retrain.snapshot import find_parent
 from pipeline.retrain.sources import DatasetHub, GitDataset, own_token
 from pipeline.settings import PipelineSettings, Settings

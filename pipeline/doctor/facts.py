@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from jobs.counts import Counts
 from jobs.errors import HeadAway, NoHead
-from jobs.folder import read_json, write_atomically
+from jobs.folder import read_json, write_by_rename
 from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.process import is_alive
@@ -227,7 +227,7 @@ def record_going_back(pipeline_dir: Path, former: str | None, release: str) -> N
     job = os.environ.get("JOB_ID")
     by = _user() if job is None else f"job {job}"
     record = {"former": former, "release": release, "by": by, "at": time.time()}
-    write_atomically(pipeline_dir / _WENT_BACK, json.dumps(record))
+    write_by_rename(pipeline_dir / _WENT_BACK, json.dumps(record))
 
 
 def went_back(pipeline_dir: Path, served: str) -> dict[str, Any] | None:

@@ -35,7 +35,6 @@ from pipeline.hub.errors import BadRequest, EntryNotFound, HubError, Preconditio
 from pipeline.hub.git import INCOMING_PREFIX, NO_REF, clear_repository, git
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.repositories import (
-    DEFAULT_BRANCH,
     RefChange,
     Repository,
     changed_path,
@@ -43,6 +42,7 @@ from pipeline.hub.repositories import (
     parents_of,
 )
 from pipeline.hub.tokens import Signature
+from receiver.rules import DEFAULT_BRANCH
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_OPERATIONS = 100_000

@@ -26,7 +26,6 @@ from pipeline.hub.discussions import Discussion, DiscussionEvent
 from pipeline.hub.errors import HubError
 from pipeline.hub.git import git, lines_of
 from pipeline.hub.repositories import (
-    DEFAULT_BRANCH,
     RefChange,
     Repositories,
     Repository,
@@ -38,6 +37,7 @@ from pipeline.hub.repositories import (
 )
 from pipeline.hub.webhooks import StoredWebhook, list_webhooks
 from receiver import payload as wire
+from receiver.rules import DEFAULT_BRANCH
 from receiver.webhooks import Domain
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from pipeline.hub.database import repositories as table
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
 from pipeline.hub.git import SEEN_PREFIXES, clear_repository, end_processes, git, lines_of
 from pipeline.hub.large_files import LargeFiles
+from receiver.rules import DEFAULT_BRANCH
 
 RepositoryType = Literal["dataset", "model", "space"]
 REPOSITORY_TYPES: tuple[RepositoryType, ...] = get_args(RepositoryType)
-DEFAULT_BRANCH = "refs/heads/main"
 SHA = re.compile(r"[0-9a-f]{40}")
 
 # The rule of `huggingface_hub.utils.validate_repo_id`, for either half of `owner/name`.

@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.folder import SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
-from jobs.spec import JobSpec, RevisionRange
+from jobs.spec import JobSpec, RevisionRange, is_git_url
 from pipeline.retrain.errors import RetrainError
-from pipeline.retrain.settings import RetrainSettings, is_git_url
+from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.sources import (
     OWN_TOKEN,
     OWN_TOKEN_SOURCE,

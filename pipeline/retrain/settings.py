@@ -203,11 +203,6 @@ class GateSettings(_Settings):
     unchanged, deleted and held-out rows."""
 
 
-def is_git_url(dataset: str) -> bool:
-    """Whether `dataset` is the URL of a git repository. Otherwise it is `owner/name` on a hub."""
-    return "://" in dataset or "@" in dataset
-
-
 class RetrainSettings(_Settings):
     pipeline: str
     dataset: str

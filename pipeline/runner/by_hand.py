@@ -1,6 +1,6 @@
-"""Provides a hub and a runner for a job that a person submits. If `pipeline up` or another `pipeline jobs run` has already started services
-for this state folder, the job uses the hub and the runner among these services. Otherwise
-`with_runner` starts a new hub and a new runner.
+"""Provides a hub and a runner for a job that a person submits. If `pipeline up` or another
+`pipeline jobs run` has already started services for this state folder, the job uses the hub and the
+runner among these services. Otherwise `with_runner` starts a new hub and a new runner.
 """
 
 import logging

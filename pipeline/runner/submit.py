@@ -21,12 +21,12 @@ from pydantic import ValidationError
 from jobs.errors import HeadAway, NoHead
 from jobs.folder import SPEC
 from jobs.job import FindHead, Head, Job
-from jobs.spec import JobSpec, Resources, RevisionRange
+from jobs.spec import JobSpec, Resources, RevisionRange, is_git_url
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.settings import RetrainSettings, SkipIf, is_git_url
+from pipeline.retrain.settings import RetrainSettings, SkipIf
 from pipeline.retrain.sources import DatasetHub, GitDataset, is_status_away, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens

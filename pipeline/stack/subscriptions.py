@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from jobs.folder import read_json, write_atomically
+from jobs.folder import read_json, write_by_rename
 from pipeline.paths import Home
 from pipeline.retrain.sources import own_token
 from pipeline.settings import Settings
@@ -67,7 +67,7 @@ def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
         return
     watched = [WatchedItem(type="dataset", name=dataset) for dataset in datasets]
     id = _create_or_correct(hub, ours, settings.receiver_url + ROUTE, watched, tokens.webhook)
-    write_atomically(home.own_webhook_file, id, durable=True)
+    write_by_rename(home.own_webhook_file, id, durable=True)
     if ours is not None and ours.status != "disabled":
         enable_webhook(ours.id, endpoint=hub.endpoint, token=hub.token)
 

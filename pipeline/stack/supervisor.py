@@ -16,7 +16,7 @@ from functools import partial
 
 import filelock
 
-from jobs.folder import write_atomically
+from jobs.folder import write_by_rename
 from jobs.process import ProcessIdentity, die_with_parent, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.logs import rotate
@@ -317,7 +317,7 @@ class Stack:
             logger.warning("%s cannot be written: %s", self._home.stack_file, error.strerror)
 
     def _write_record(self) -> None:
-        write_atomically(self._home.stack_file, self._record().model_dump_json(indent=2))
+        write_by_rename(self._home.stack_file, self._record().model_dump_json(indent=2))
 
     def _record(self) -> StackRecord:
         me = identify(os.getpid())

@@ -45,7 +45,6 @@ from pipeline.hub.http_json import (
     receive_into,
 )
 from pipeline.hub.repositories import (
-    DEFAULT_BRANCH,
     RefChange,
     Repository,
     new_file_path,
@@ -55,6 +54,7 @@ from pipeline.hub.repositories import (
 from pipeline.hub.routes.discussions import check_takes_commits, open_discussion
 from pipeline.hub.service import API, HubOf, Named, Writer, readable
 from pipeline.hub.tokens import Identity, signature
+from receiver.rules import DEFAULT_BRANCH
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
 """A README may have images in it."""

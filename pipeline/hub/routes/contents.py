@@ -34,8 +34,9 @@ from pipeline.hub.errors import (
 )
 from pipeline.hub.http_json import Json, file_answer, iso_time, read_body
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.repositories import DEFAULT_BRANCH, Repository
+from pipeline.hub.repositories import Repository
 from pipeline.hub.service import API, FILES, TYPES, HubOf, Readable, Who
+from receiver.rules import DEFAULT_BRANCH
 
 MAX_PATHS = 10_000
 _QUERY = frozenset(

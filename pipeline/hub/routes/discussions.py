@@ -34,9 +34,10 @@ from pipeline.hub.errors import BadRequest, Conflict, HubError, RequestError
 from pipeline.hub.events import Event, EventLog, record_ref_changes
 from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
-from pipeline.hub.repositories import DEFAULT_BRANCH, Repository, read_refs
+from pipeline.hub.repositories import Repository, read_refs
 from pipeline.hub.service import API, HubOf, Locked, Readable, Writer
 from pipeline.hub.tokens import Identity, Signature, signature
+from receiver.rules import DEFAULT_BRANCH
 
 logger = logging.getLogger(__name__)
 

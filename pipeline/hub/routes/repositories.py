@@ -23,7 +23,6 @@ from pipeline.hub.events import Event, record_ref_changes
 from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import Json, client_warning, hub_url, json_body
 from pipeline.hub.repositories import (
-    DEFAULT_BRANCH,
     RESERVED_OWNERS,
     SHA,
     Repository,
@@ -48,6 +47,7 @@ from pipeline.hub.service import (
 )
 from pipeline.hub.tokens import Identity, signature
 from pipeline.hub.webhooks import list_webhooks
+from receiver.rules import DEFAULT_BRANCH
 
 _RESERVED_NAMES = frozenset({"discussions", "refs"})
 """In the URLs of the API, these words after a name ask something of the repository."""
