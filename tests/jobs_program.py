@@ -15,6 +15,11 @@ def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
+def fail_with_open_files() -> None:
+    files = [open(str(number), "w") for number in range(4)]  # noqa: SIM115
+    raise ValueError(f"{len(files)} files are open")
+
+
 def sleep_until_stopped() -> None:
     say(f"pid {os.getpid()}")
     time.sleep(600)

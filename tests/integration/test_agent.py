@@ -126,6 +126,11 @@ def test_only_the_given_variables_reach_the_command(bench: Bench) -> None:
     [
         (("sh", "-c", "echo out; echo err >&2; exit 7"), 7, "out\nerr\n"),
         ((sys.executable, "-m", "tests.jobs_program", "die", "odd"), 1, "TypeError"),
+        (
+            (sys.executable, "-m", "tests.jobs_program", "fail_with_open_files"),
+            1,
+            "ValueError: 4 files are open",
+        ),
         (("no-such-program",), 127, "could not be started"),
         (("/",), 126, "could not be started"),
         (("echo", "x" * 200_000), 126, "could not be started"),
@@ -139,6 +144,7 @@ def test_how_a_command_ended_is_told(
     assert ended.outcome is not None and ended.outcome.exit_code == code
     assert log in bench.log.read_text()
     assert (ended.outcome.stage == "launch") == (log == "could not be started")
+    assert ("could not be started" in bench.log.read_text()) == (ended.outcome.stage == "launch")
 
 
 def test_a_fork_server_that_is_killed_takes_no_job_with_it_and_is_started_again(

@@ -6,8 +6,9 @@ import httpx
 
 from jobs.job import attempt_token
 from jobs.spec import JobSpec
+from pipeline.cli.serve import _job_may_swap
 from pipeline.paths import Home
-from pipeline.runner.job_store import is_token_of_running_job, open_job_store
+from pipeline.runner.job_store import open_job_store
 from pipeline.settings import Settings
 from pipeline.tokens import load_tokens
 from tests.serving_fixtures import echo_app, echo_release, running
@@ -29,9 +30,7 @@ def test_a_running_job_swaps_and_one_that_ended_or_is_of_another_pipeline_does_n
 
     app = echo_app(
         tmp_path / "answers",
-        job_may_swap=lambda token: is_token_of_running_job(
-            token, settings, home, tokens, pipeline="answers"
-        ),
+        job_may_swap=lambda token: _job_may_swap(token, settings, home, tokens, "answers"),
     )
     with open_job_store(settings, home) as store, running(app) as server:
         held = {}
@@ -45,3 +44,5 @@ def test_a_running_job_swaps_and_one_that_ended_or_is_of_another_pipeline_does_n
         store.finish(held["answers"][0], "runner", None)
         assert swap(server, held["answers"][1]) == 403
         assert swap(server, tokens.admin) == 403, "this server has another admin token"
+        home.jobs_database.write_bytes(b"no database" * 100)
+        assert swap(server, held["answers"][1]) == 503, "the job asks again"

@@ -135,24 +135,29 @@ def test_a_swap_that_failed_for_the_server_s_disk_or_engine_gets_another_attempt
 
 
 @pytest.mark.parametrize("is_served", [True, False])
-def test_a_release_that_somebody_chose_meanwhile_stands(tmp_path: Path, is_served: bool) -> None:
+@pytest.mark.parametrize(
+    "chosen", [EARLIER, pytest.param("r000002-0123abcd", id="the parent, which is still live")]
+)
+def test_a_release_that_somebody_chose_meanwhile_stands(
+    tmp_path: Path, is_served: bool, chosen: str
+) -> None:
     set_current(tmp_path, "r000002-0123abcd")
     deferred = SwapResult(result="deferred", release=RELEASE, phase="barrier")
 
     def defer() -> Answer:
-        set_pending(tmp_path, "r000001-0123abcd")
+        set_pending(tmp_path, chosen)
         if is_served:
-            set_current(tmp_path, "r000001-0123abcd")
-            clear_pending(tmp_path, "r000001-0123abcd")
+            set_current(tmp_path, chosen)
+            clear_pending(tmp_path, chosen)
         return 503, deferred
 
     with server(defer) as (url, asked_with):
         instead_of = ("r000002-0123abcd", RELEASE)
         found = ask(tmp_path, url, instead_of=instead_of, patience_seconds=30)
     assert found[0] == "superseded"
-    assert "r000001-0123abcd was taken instead" in str(found[1])
+    assert f"{chosen} was taken instead" in str(found[1])
     assert len(asked_with) == 1
-    assert pending_release(tmp_path) == (None if is_served else "r000001-0123abcd")
+    assert pending_release(tmp_path) == (None if is_served else chosen)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from jobs.outcome import JobOutcome
 from pipeline.retrain import run
-from pipeline.retrain.job import MetricsWriter
+from pipeline.retrain.job import MetricsWriter, RetrainJob
+from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.sources import Revision
+from serving.errors import Superseded
 from serving.weights.release_store import (
     clear_pending,
     load_release,
@@ -109,6 +112,25 @@ def test_a_running_job_begins_again_from_what_was_gone_back_to(
     evaluation = json.loads((tmp_path / "jobs/job-2/evaluation.json").read_text())
     assert evaluation["against"] == first
     assert pending_release(pipeline.dir) == outcome.release
+
+
+def test_an_outcome_tells_nothing_of_what_was_before_the_job_began_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = RetrainJob.of({}, tmp_path, RetrainSettings(**Pipeline(tmp_path).settings), None)
+    told: list[JobOutcome] = []
+
+    def retrain(job: RetrainJob) -> JobOutcome:
+        told.append(job.outcome("unchanged"))
+        if len(told) == 1:
+            job.record_progress(release="r000003-0123abcd", parent_release="r000002-0123abcd")
+            raise Superseded("r000003-0123abcd", None)
+        return told[-1]
+
+    monkeypatch.setattr(run, "_retrain", retrain)
+    monkeypatch.setattr(run, "_clear_away", lambda _: None)
+    run.retrain(job)
+    assert told[0] == told[1]
 
 
 def test_a_release_from_before_it_began_again_is_not_promoted_after_a_kill(

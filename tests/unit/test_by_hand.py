@@ -12,13 +12,13 @@ from cryptography.fernet import Fernet
 
 from jobs.errors import HeadAway
 from jobs.process import identify
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, RevisionRange
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.runner import by_hand
+from pipeline.runner import by_hand, run
 from pipeline.runner.by_hand import with_runner
 from pipeline.runner.job_store import open_job_store
-from pipeline.runner.submit import submit_retraining
+from pipeline.runner.submit import Dataset, submit_retraining
 from pipeline.settings import HANG_SECONDS, PipelineSettings, Settings, load_settings
 from pipeline.stack.record import Child, StackRecord
 from pipeline.stack.services import Service
@@ -76,7 +76,7 @@ def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", variable)
     tokens = Tokens(hub="stack", admin="a", webhook="w", key="k")
-    assert by_hand._user_token_variable(tokens) == given
+    assert run._user_token_variable(tokens) == given
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_only_a_job_of_the_stacks_webhook_gets_its_secret(
         job = store.submit(spec, **starts_it)
     key = Fernet.generate_key().decode()
     tokens = Tokens(hub="h", admin="a", webhook="of-the-stacks-webhook", key=key)
-    variables = by_hand._attempt_variables(job, tokens)
+    variables = run._attempt_variables(job, tokens)
     assert variables.pop("WEBHOOK_SECRET", None) == secret
     assert set(variables) == {"HF_TOKEN", "PIPELINE_ADMIN_TOKEN"}
 
@@ -115,14 +115,22 @@ def test_a_job_sees_none_of_the_services_secrets(
     }
     for name, value in (hidden | {"PIPELINE_JOBS__PRELOAD": "[]", "COLOR": "blue"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(by_hand.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(by_hand, "log_to_stderr", lambda *_: None)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run, "log_to_stderr", lambda *_: None)
     with open_job_store(load_settings(), home) as store:
         job = store.submit(JobSpec(command=("sh", "-c", "env > seen")))
-    by_hand.run_jobs(home, until_idle=True, with_hub=False)
+    run.run_jobs(home, until_idle=True, with_hub=False)
     seen = (home.jobs_dir / job.id / "seen").read_text()
     assert "COLOR=blue" in seen
     assert [name for name, value in hidden.items() if name in seen or value in seen] == []
+
+
+def test_the_payload_of_a_pipelines_first_job_says_that_nothing_came_before() -> None:
+    dataset = Dataset(name="local/facts", hub_url="http://hub", token=None, if_missing="")
+    revisions = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha="b" * 40)
+    assert dataset.push_payload(revisions, None, "retrain")["updatedRefs"] == [
+        {"ref": "refs/heads/main", "oldSha": None, "newSha": "b" * 40}
+    ]
 
 
 class RecordedStack:
@@ -167,10 +175,10 @@ def test_the_services_of_one_job_may_be_silent_for_as_long_as_the_setting_says(
         # `with_runner` sets these variables too. So the monkeypatch takes them back at the end.
         monkeypatch.setenv(f"PIPELINE_{name}", "1")
     monkeypatch.setenv("PIPELINE_STACK__HANG_SECONDS", "7")
-    monkeypatch.setattr(by_hand.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(by_hand, "log_to_stderr", lambda *_: None)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run, "log_to_stderr", lambda *_: None)
     if is_detached:
-        by_hand.run_jobs(home, until_idle=True, with_hub=True)
+        run.run_jobs(home, until_idle=True, with_hub=True)
     else:
         with with_runner(home, load_settings(), detach=False):
             pass
@@ -192,7 +200,7 @@ def test_an_error_of_one_check_does_not_end_the_checks(
     monkeypatch.setattr(RecordedStack, "check_services", fail_once)
     monkeypatch.setattr(by_hand, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(by_hand, "SECONDS_AFTER_ERROR", 0.01)
-    with by_hand._running([], Home(tmp_path), Settings()):
+    with by_hand.running_services([], Home(tmp_path), Settings()):
         until(lambda: stacks[0].num_checks > 1)
     assert "nobody expected this" in caplog.text
 
@@ -214,14 +222,14 @@ def test_an_error_while_the_checks_are_started_leaves_no_thread_and_no_service(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupt)
-    with pytest.raises(KeyboardInterrupt), by_hand._running([], Home(tmp_path), Settings()):
+    with pytest.raises(KeyboardInterrupt), by_hand.running_services([], Home(tmp_path), Settings()):
         pass
     assert stacks[0].is_stopped and not threads[0].is_alive()
 
 
 def test_every_module_to_preload_exists() -> None:
     """The warm parent ends at an import that fails, and each job would then start cold."""
-    assert [name for name in by_hand.PRELOAD if importlib.util.find_spec(name) is None] == []
+    assert [name for name in run.PRELOAD if importlib.util.find_spec(name) is None] == []
 
 
 def test_the_runner_stays_for_an_old_job_behind_many_newer_ones(

@@ -30,6 +30,21 @@ def test_a_database_of_another_version_is_refused_and_not_touched(tmp_path: Path
     assert path.read_bytes() == before
 
 
+def test_a_hub_whose_repositories_are_not_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "hub.sqlite"
+    name = RepositoryName(type="dataset", owner="local", name="facts")
+    repositories, database = Repositories(tmp_path), open_database(path)
+    repositories.remove_incomplete()
+    with repositories.prepared(name) as prepared, database.write() as connection:
+        repositories.add(connection, prepared)
+    database.close()
+    (tmp_path / "repos").rename(tmp_path / "elsewhere")
+    with pytest.raises(HubError, match=r"their folder .*/repos is missing"):
+        open_database(path)
+    (tmp_path / "elsewhere").rename(tmp_path / "repos")
+    open_database(path).close()
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_removal_that_fails_says_why_and_leaves_the_folder_as_it_was(
     tmp_path: Path, is_there: bool

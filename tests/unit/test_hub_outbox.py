@@ -120,6 +120,24 @@ def test_refused_connections_use_up_no_attempt_and_are_tried_less_often(kept: Ke
     assert (delivery.status, delivery.attempt) == ("pending", 0)
 
 
+def idle_deliverer(kept: Kept) -> Deliverer:
+    settings = HubSettings(delivery_schedule_seconds=(0,))
+    starts_no_job: Any = None
+    cipher = Cipher(Fernet.generate_key())
+    return Deliverer(kept.database, settings, cipher, HubMetrics(), starts_no_job)
+
+
+def test_the_log_says_that_a_delivery_waits_after_a_410(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    deliverer = idle_deliverer(kept)
+    found = deliverer._read_head(kept.webhook().id)
+    assert found is not None
+    deliverer._settle(*found, replace(failed(0), response_status=410))
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert "answered 410 (attempt 1, waits)" in caplog.text
+
+
 TAKEN = Attempt(started_at=time.time(), milliseconds=1, response_status=200)
 
 
@@ -139,10 +157,7 @@ def failed(seconds: float) -> Attempt:
 def test_a_replay_during_the_last_attempt_makes_it_pending(
     kept: Kept, caplog: pytest.LogCaptureFixture, attempt: Attempt, result: str, said: str
 ) -> None:
-    settings = HubSettings(delivery_schedule_seconds=(0,))
-    metrics, cipher = HubMetrics(), Cipher(Fernet.generate_key())
-    starts_no_job: Any = None
-    deliverer = Deliverer(kept.database, settings, cipher, metrics, starts_no_job)
+    deliverer = idle_deliverer(kept)
     kept.change(queued_at=time.time() - DAY)
     [stored] = kept.deliveries()
     found = deliverer._read_head(stored.webhook_id)
@@ -154,7 +169,7 @@ def test_a_replay_during_the_last_attempt_makes_it_pending(
         deliverer._settle(due, webhook, attempt)
     [stored] = kept.deliveries()
     assert (stored.status, stored.attempt, stored.last_attempt_at) == ("pending", 0, None)
-    counted = metrics.deliveries.labels(result=result)._value.get()
+    counted = deliverer.metrics.deliveries.labels(result=result)._value.get()
     assert (counted, said in caplog.text, "given up" in caplog.text) == (1, True, False)
     with kept.database.read() as connection:
         assert get_webhook(connection, webhook.id).status == "enabled"

@@ -33,6 +33,7 @@ def test_a_half_written_outcome(
     found = outcome_of_exit(job, tmp_path, EXITED, stop_reason, 3.0)
     assert isinstance(found, JobOutcome) and found.result == result
     assert (OUTCOME in str(found.reason)) == (stop_reason is None)
+    assert found.stage == ("timeout" if stop_reason == "timeout" else None)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_the_token_of_the_stack_goes_to_no_other_hub(
     assert hub.shown == {shown}
 
 
-@pytest.mark.parametrize(("status", "is_away"), [(404, False), (403, False), (503, True)])
+@pytest.mark.parametrize(
+    ("status", "is_away"), [(404, False), (403, False), (500, True), (503, True)]
+)
 def test_a_hub_that_is_away_is_told_from_one_that_refuses(
     hub: _Hub, tmp_path: Path, status: int, is_away: bool
 ) -> None:

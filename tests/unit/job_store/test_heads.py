@@ -4,7 +4,7 @@ Postgres."""
 import pytest
 
 from jobs.errors import HeadAway, NoHead
-from jobs.job import FindHead, Head, Job, JobRequest
+from jobs.job import FindHead, Head, Job, JobRequest, delivery_ids
 from jobs.queue import HEAD_RETRY_SECONDS
 from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, spec
@@ -104,17 +104,38 @@ def test_a_job_by_hand_for_a_commit_keeps_it(store: JobStore) -> None:
 
 
 def test_a_delivery_that_arrives_while_the_head_is_read_is_not_lost(store: JobStore) -> None:
-    push(store, "a", "d1")
-    heads = iter("ab")
+    push(store, "a", "d1", settings={"steps": 1})
 
     def slowly(job: Job) -> Head:
-        head = next(heads)
-        if head == "a":
-            push(store, "b", "d2")
-        return Head(sha=head, payload={})
+        push(store, "b", "d2", settings={"steps": 2})
+        return Head(sha="a", payload={})
 
+    first = store.claim("me", 60, slowly)
+    assert first is not None and commits(first) == (None, "a")
+    store.finish(first.id, "me", DONE)
+    second = train(store, "b")
+    assert (first.spec.settings, second.spec.settings) == ({"steps": 1}, {"steps": 2})
+    assert (delivery_ids(first), delivery_ids(second)) == (("d1",), ("d2",))
+    assert commits(second) == ("a", "b")
+
+
+def test_deliveries_that_never_end_hold_up_a_job_only_until_its_longest_wait(
+    store: JobStore, clock: Clock
+) -> None:
+    patient = {"debounce_seconds": 2.0, "max_wait_seconds": 5.0}
+    ids = (f"d{number}" for number in range(2, 9))
+
+    def slowly(job: Job) -> Head:
+        push(store, "b", next(ids), **patient)
+        return Head(sha="a", payload={})
+
+    push(store, "a", "d1", **patient)
+    for _ in range(2):
+        clock.now += 2.0
+        assert store.claim("me", 60, slowly) is None
+    clock.now += 1.0
     job = store.claim("me", 60, slowly)
-    assert job is not None and commits(job) == (None, "b")
+    assert job is not None and delivery_ids(job) == ("d1", "d2", "d3")
 
 
 def test_a_head_that_cannot_be_read_is_read_again_after_a_pause(
