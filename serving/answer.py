@@ -40,6 +40,8 @@ _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 LARGE_BODY_BYTES = 4096
 """If a request body is larger, its prompt is tokenised in a thread. The prompt of a smaller body
 takes only one or two milliseconds."""
+LARGE_PROMPT_TOKENS = 1024
+"""The logprobs of a longer prompt are written in a thread."""
 HEADER_SECONDS = 1.0
 """When a stream sends its headers at the latest. Most errors come sooner, and then have a status of
 their own."""
@@ -186,7 +188,10 @@ async def events(
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
             times.add(index, delta, len(plan.generations[index].prompt))
-            choice = plan.choice(index, delta, is_whole=False)
+            if len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS:
+                choice = await asyncio.to_thread(plan.choice, index, delta, is_whole=False)
+            else:
+                choice = plan.choice(index, delta, is_whole=False)
             if choice is not None:
                 yield f"{start}{json.dumps(choice)}{end}"
     if includes_usage:

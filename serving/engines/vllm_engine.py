@@ -43,7 +43,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -142,6 +142,7 @@ class VllmEngine:
         if self._held.pop(release_id, None) is None:
             return
         if release_id == self._live:
+            self._fault = self.failure  # a vLLM that has died is not started again
             await self.close()
         else:
             with suppress(EngineError):  # a dead vLLM holds nothing that could be freed
@@ -155,15 +156,15 @@ class VllmEngine:
         prompt = tokens_input(list(generation.prompt), cache_salt=release_id)
         tokenizer = self._llm.tokenizer
         end_of_text = None if tokenizer is None else tokenizer.eos_token_id
-        parameters = _sampling_params(generation, end_of_text)
-        outputs = self._llm.generate(prompt, parameters, uuid4().hex)
         try:
+            parameters = _sampling_params(generation, end_of_text)
+            outputs = self._llm.generate(prompt, parameters, uuid4().hex)
             async with aclosing(cast(AsyncGenerator[Any, None], outputs)):
                 async for output in outputs:
                     yield _step_of(output, generation, release_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"vLLM stopped: {first_line(error)}") from error
-        except (ValueError, VLLMValidationError) as error:
+        except VLLMClientError as error:
             if generation.grammar is not None:
                 param = generation.grammar.param
                 raise GenerationRefused(first_line(error), param=param) from error
@@ -361,7 +362,8 @@ def _sampling_params(generation: Generation, end_of_text: int | None) -> Samplin
         frequency_penalty=generation.frequency_penalty,
         repetition_penalty=generation.repetition_penalty,
         logit_bias=dict(generation.logit_bias) or None,
-        seed=generation.seed,
+        # For vLLM, -1 means that there is no seed.
+        seed=-(2**63) if generation.seed == -1 else generation.seed,
         stop_token_ids=stops,
         allowed_token_ids=None if allowed is None else list(allowed),
         structured_outputs=_structured_outputs(generation.grammar),

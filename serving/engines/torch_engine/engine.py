@@ -42,6 +42,8 @@ gets at least this share of a core."""
 # answers.
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
+_MAX_FAILED_STEPS = 8
+"""After so many failed steps in a row, the engine reports a failure. Some errors never end."""
 _LOCK_CHECK_SECONDS = 0.1
 
 
@@ -116,15 +118,13 @@ class TorchEngine:
                 await self._has_unloaded.wait()
             if release.id in self.residents:
                 return
+            self._steps.raise_failure()
             self._steps.is_core_reserved = True
             try:
                 runner, read_bytes = await self._load(release, folder)
             finally:
                 self._steps.is_core_reserved = False
-            try:
-                self._steps.add(release.id, Scheduler(runner, self._settings))
-            except EngineError as error:
-                raise StageError(f"release {release.id}: {error}") from error
+            self._steps.add(release.id, Scheduler(runner, self._settings))
             self.residents[release.id] = Resident(
                 release=release,
                 folder=folder,
@@ -254,6 +254,8 @@ class StepLoop:
         """Why the thread has ended."""
         self._schedulers: dict[str, Scheduler] = {}
         self._unloading: dict[str, Future[list[Scheduler]]] = {}
+        self._num_failed_steps = 0
+        """The number of steps that have failed since the last one that did not."""
         self._cpu_clock: int | None = None
         self.is_core_reserved = False
         """Whether steps use one thread less, so that another thread has a core. If steps used all
@@ -278,8 +280,13 @@ class StepLoop:
 
     @property
     def failure(self) -> str | None:
-        """The error that ended the thread; None while it runs."""
-        return None if self._failure is None else str(self._failure)
+        """The error that ended the thread, or that many steps in a row have failed. None while
+        there is neither."""
+        if self._failure is not None:
+            return str(self._failure)
+        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+            return f"the last {self._num_failed_steps} steps failed; the log has the errors"
+        return None
 
     @property
     def untouched_bytes(self) -> int:
@@ -296,11 +303,11 @@ class StepLoop:
 
     def next_turn(self) -> Future[None]:
         """A future that the thread completes before its next step."""
-        return self._call(self._raise_failure)
+        return self._call(self.raise_failure)
 
     def add(self, release_id: str, scheduler: Scheduler) -> None:
         with self._ending:
-            self._raise_failure()
+            self.raise_failure()
             self._schedulers[release_id] = scheduler
 
     def unload(self, release_id: str) -> Future[list[Scheduler]]:
@@ -330,11 +337,12 @@ class StepLoop:
         """Let the thread do `work` before its next step."""
         future: Future[Any] = Future()
         with self._ending:
-            self._raise_failure()
+            self.raise_failure()
             self._calls.put((future, work))
         return future
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raises EngineError if the thread has ended."""
         if self._failure is not None:
             raise self._failure
 
@@ -389,7 +397,9 @@ class StepLoop:
         for release_id, scheduler in schedulers:
             try:
                 events = scheduler.step(num_schedulers=len(schedulers))
+                self._num_failed_steps = 0
             except Exception as error:
+                self._num_failed_steps += 1
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
                 events = scheduler.fail(failure)
