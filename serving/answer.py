@@ -47,6 +47,7 @@ HEADER_SECONDS = 1.0
 their own."""
 COMMENT_SECONDS = 15.0
 """Time between two comments. Proxies drop a connection that is idle for 30 to 60 seconds."""
+_COMMENT = ": waiting\n\n"
 
 
 async def generate(
@@ -66,10 +67,7 @@ async def generate(
     streams = [_deltas(engine, live, each, request) for each in generations]
 
     async def step(number: int) -> tuple[int, Delta]:
-        delta = await anext(streams[number])
-        if delta.finish_reason is not None:
-            await streams[number].aclose()  # so that its slot in the engine becomes free at once
-        return number, delta
+        return number, await anext(streams[number])
 
     done: set[asyncio.Task[tuple[int, Delta]]] = set()
     running = {asyncio.create_task(step(number)) for number in range(len(streams))}
@@ -94,15 +92,12 @@ async def _deltas(
     engine: Engine, live: LiveRelease, generation: Generation, request: SamplingRequest
 ) -> AsyncGenerator[Delta, None]:
     reader = TextReader(live.tokenizer, generation, request)
-    steps = engine.generate(live.id, generation)
-    try:
+    async with aclosing(engine.generate(live.id, generation)) as steps:
         async for step in steps:
             delta = reader.read(step)
-            yield delta
             if delta.finish_reason is not None:
-                return
-    finally:
-        await steps.aclose()  # type: ignore[attr-defined]
+                await steps.aclose()  # so that its slot in the engine becomes free at once
+            yield delta
 
 
 def joined(deltas: list[Delta], first: Delta) -> Delta:
@@ -321,6 +316,7 @@ class _EventStream:
         time."""
         async with aclosing(events):
             first = asyncio.ensure_future(anext(events))
+            tasks: list[asyncio.Future[Any]] = [first]
             try:
                 await asyncio.wait({first}, timeout=HEADER_SECONDS)
                 if first.done():
@@ -329,17 +325,23 @@ class _EventStream:
                 raw = Headers({**headers, **kind, "Cache-Control": "no-cache"}).raw
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
                 self.has_begun = True
-                while not first.done():
-                    await self.write(": waiting\n\n")
-                    await asyncio.wait({first}, timeout=COMMENT_SECONDS)
-                await self.write(first.result())
+                if not first.done():
+                    await self.write(_COMMENT)
+                tasks.append(asyncio.ensure_future(self._comment()))
+                await self.write(await first)
                 async for event in events:
                     await self.write(event)
             finally:
                 # The events cannot be closed while a task waits for the first one.
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         await self.write("", is_end=True)
+
+    async def _comment(self) -> None:
+        while True:
+            await asyncio.sleep(COMMENT_SECONDS)
+            await self.write(_COMMENT)
 
     async def write(self, text: str, *, is_end: bool = False) -> None:
         body = {"body": text.encode(), "more_body": not is_end}

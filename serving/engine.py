@@ -5,7 +5,7 @@ with the release that the server names. The server itself handles tokenizers, st
 admission and the order of a swap.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -217,7 +217,7 @@ class Engine(Protocol):
         """Free a staged or committed release as soon as its last generation has ended. Returns
         without waiting for that."""
 
-    def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
+    def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         """The steps of one sequence. To end the sequence and free its slot, close the iterator.
 
         Raises EngineError. Raises GenerationRefused before the first step, or later if a grammar

@@ -178,19 +178,15 @@ class VllmEngine:
 
     async def _start(self, release: Release, folder: Path) -> None:
         """Start vLLM on this release, which may take minutes. Raises StageError and EngineError."""
-        limit = self._settings.start_seconds
         settings = self._settings.model_copy(update={"dtype": self.dtype_of(release)})
         try:
-            async with asyncio.timeout(limit):
-                # vLLM does not check what it reads.
-                if reasons := await asyncio.to_thread(_faults, release, folder):
-                    raise StageError(*reasons)
-                self._llm = await _started(folder, settings)
-                await self._prepare(release, folder)
-        except BaseException as error:
+            # vLLM does not check what it reads.
+            if reasons := await asyncio.to_thread(_faults, release, folder):
+                raise StageError(*reasons)
+            self._llm = await _started(folder, settings)
+            await self._prepare(release, folder)
+        except BaseException:
             await self.close()
-            if isinstance(error, TimeoutError):
-                raise StageError(f"vLLM did not start on {release.id} in {limit:g} s") from None
             raise
         # vLLM keeps its dtype while it runs.
         self._settings, self._live = settings, release.id

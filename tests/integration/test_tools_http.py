@@ -127,9 +127,7 @@ def test_a_call_is_found_whose_mark_is_a_special_token(
 ) -> None:
     pipeline_dir = tmp_path / "answers"
     tokenizer = byte_tokenizer(mark)
-    template = (
-        "{{ tools | tojson }}{{ messages[0].content }}{% if false %}" + mark + "{% endif %}"
-    )
+    template = "{{ tools | tojson }}{{ messages[0].content }}{% if false %}" + mark + "{% endif %}"
     release = echo_release(
         pipeline_dir, 1, chat_template=template, tokenizer=tokenizer, context=4096
     )

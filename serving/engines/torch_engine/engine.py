@@ -10,7 +10,7 @@ import fcntl
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -165,7 +165,7 @@ class TorchEngine:
             # Steps and event loop go on meanwhile. The next release is loaded after this.
             unloaded.add_done_callback(lambda done: self._loader.submit(free, done.result()))
 
-    async def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         """Compiles the grammar, if there is one, before it submits the sequence.
 
         The release stays in memory until the sequence ends. If the iterator is closed, the next
