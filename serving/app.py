@@ -109,9 +109,9 @@ def create_app(
             await engine.close()
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan, responses=ERRORS)
-    for known in (HTTPException, RequestValidationError, ClientDisconnect, EngineError):
-        app.add_exception_handler(known, _on_error)
-    app.add_exception_handler(TimeoutError, _on_error)
+    known = (HTTPException, RequestValidationError, ClientDisconnect, EngineError, TimeoutError)
+    for each in known:
+        app.add_exception_handler(each, _on_error)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     if api_key is None:
         app.add_middleware(_KnownHosts, own_host=settings.host.lower())

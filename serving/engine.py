@@ -157,7 +157,8 @@ def refuse_constraints(generation: Generation, engine: str) -> None:
 
 
 class Engine(Protocol):
-    """Computes the tokens of a server. The server calls all methods on one event loop."""
+    """Computes the tokens of a server. The server calls all methods but `dtype_of` on one event
+    loop."""
 
     holds_two: bool
     """Whether the engine can generate with two releases at the same time. If not, `commit` replaces
@@ -190,7 +191,8 @@ class Engine(Protocol):
         """Load `release` from `folder`, while the live release stays loaded and its running
         requests continue without a delay.
 
-        Raises StageError. The engine has then freed all memory that it took for `release`.
+        Raises StageError if `release` cannot be loaded, and EngineError if the engine has failed.
+        The engine has then freed all memory that it took for `release`.
         """
 
     def dtype_of(self, release: Release) -> str:

@@ -63,7 +63,7 @@ _CPU_KV_CACHE_BYTES = 2 << 30
 
 
 class VllmEngine:
-    """All methods must be called on one event loop. vLLM is started on the first staged release."""
+    """Call all methods but `dtype_of` on one event loop. vLLM is started on the first staged release."""
 
     holds_two = False
     checks_digests = True
@@ -139,6 +139,7 @@ class VllmEngine:
             _log.info("vLLM stood still for %.4f s to use %s", max(pauses), release_id)
 
     async def unload(self, release_id: str) -> None:
+        """Shuts vLLM down if it computes with this release."""
         if self._held.pop(release_id, None) is None:
             return
         if release_id == self._live:

@@ -68,7 +68,7 @@ class Resident:
 
 
 class TorchEngine:
-    """All methods must be called on one event loop. The engine computes on a second thread and
+    """Call all methods but `dtype_of` on one event loop. The engine computes on a second thread and
     loads releases on a third."""
 
     holds_two = True
@@ -204,7 +204,7 @@ class TorchEngine:
         try:
             return self.residents[release_id]
         except KeyError:
-            raise EngineError(f"release {release_id} is not resident") from None
+            raise EngineError(f"release {release_id} is not staged") from None
 
     def _forget(self, release_id: str) -> None:
         del self.residents[release_id]
@@ -237,8 +237,9 @@ class TorchEngine:
 
 
 class StepLoop:
-    """All methods may be called from any thread. All but `close` return at once. What they ask for
-    is done by the thread, between two steps. They raise EngineError if the thread has ended.
+    """All methods may be called from any thread. All but `close` return at once, and raise
+    EngineError if the thread has ended. `add` does its work itself; what the others ask for is done
+    by the thread, between two steps.
 
     The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
     sequences of the old release end while those of the new release already run.
@@ -389,7 +390,7 @@ class StepLoop:
         if release_id in self._schedulers and release_id not in self._unloading:
             self._schedulers[release_id].submit(sequence)
         else:
-            _deliver([(sequence, EngineError(f"release {release_id} is not resident"))])
+            _deliver([(sequence, EngineError(f"release {release_id} is not staged"))])
 
     def _step_every_scheduler(self) -> None:
         every = list(self._schedulers.items())  # another thread may add one meanwhile
