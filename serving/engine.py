@@ -146,16 +146,6 @@ class GenerationRefused(EngineError):
         """The field of the request that causes the error."""
 
 
-def refuse_constraints(generation: Generation, engine: str) -> None:
-    """Raise GenerationRefused if `generation` has a grammar or `allowed_token_ids`. Engines that
-    support neither call this function."""
-    param = "allowed_token_ids" if generation.allowed_token_ids is not None else None
-    if generation.grammar is not None:
-        param = generation.grammar.param
-    if param is not None:
-        raise GenerationRefused(f"not supported by the engine {engine}; leave it out", param=param)
-
-
 class Engine(Protocol):
     """Computes the tokens of a server. The server calls all methods but `dtype_of` on one event
     loop."""

@@ -63,7 +63,7 @@ _CPU_KV_CACHE_BYTES = 2 << 30
 
 
 class VllmEngine:
-    """Call all methods but `dtype_of` on one event loop. vLLM is started on the first staged release."""
+    """Call all methods but `dtype_of` on one event loop. The first staged release starts vLLM."""
 
     holds_two = False
     checks_digests = True
