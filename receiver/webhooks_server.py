@@ -311,12 +311,7 @@ class WebhooksServer:
 
         async def enter(scope: Scope, receive: Receive, send: Send) -> None:
             refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
-            if refusal is None:
-                await app(scope, receive, send)
-            elif scope["type"] == "http":
-                await refusal(scope, receive, send)
-            else:
-                await send({"type": "websocket.close", "code": 1008})
+            await (refusal or app)(scope, receive, send)
 
         return enter
 

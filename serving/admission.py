@@ -27,6 +27,7 @@ class Unserved:
     """A release that should be served but cannot be served, and the reasons."""
 
     id: str
+    """`served.json` if this record is damaged, so that nobody knows the release."""
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:

@@ -40,18 +40,24 @@ _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 LARGE_BODY_BYTES = 4096
 """If a request body is larger, its prompt is tokenised in a thread. The prompt of a smaller body
 takes only one or two milliseconds."""
+LARGE_PROMPT_TOKENS = 1024
+"""The logprobs of a longer prompt are written in a thread."""
 HEADER_SECONDS = 1.0
 """When a stream sends its headers at the latest. Most errors come sooner, and then have a status of
 their own."""
 COMMENT_SECONDS = 15.0
 """Time between two comments. Proxies drop a connection that is idle for 30 to 60 seconds."""
+_COMMENT = ": waiting\n\n"
+
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+"""Each delta comes with the index of its sequence in the generations of the request."""
 
 
 async def generate(
     engine: Engine, live: LiveRelease, generations: list[Generation], request: SamplingRequest
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of all sequences in the order of their arrival. Each comes with the index of its
-    sequence in `generations`.
+) -> Deltas:
+    """The deltas of all sequences in the order of their arrival.
 
     If the iterator is closed, or if one sequence fails, all sequences end and their slots in the
     engine become free. Raises EngineError.
@@ -64,10 +70,7 @@ async def generate(
     streams = [_deltas(engine, live, each, request) for each in generations]
 
     async def step(number: int) -> tuple[int, Delta]:
-        delta = await anext(streams[number])
-        if delta.finish_reason is not None:
-            await streams[number].aclose()  # so that its slot in the engine becomes free at once
-        return number, delta
+        return number, await anext(streams[number])
 
     done: set[asyncio.Task[tuple[int, Delta]]] = set()
     running = {asyncio.create_task(step(number)) for number in range(len(streams))}
@@ -76,8 +79,8 @@ async def generate(
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 number, delta = task.result()
-                # A client that reads slowly holds the steps up here. If it reads nothing for too
-                # long, the server closes its connection (`READING_SECONDS` in `app.py`).
+                # Nothing is asked of the engine while a client reads slowly. If it reads nothing
+                # for too long, the server closes its connection (`READING_SECONDS` in `app.py`).
                 yield number, delta
                 if delta.finish_reason is None:
                     running.add(asyncio.create_task(step(number)))
@@ -92,15 +95,12 @@ async def _deltas(
     engine: Engine, live: LiveRelease, generation: Generation, request: SamplingRequest
 ) -> AsyncGenerator[Delta, None]:
     reader = TextReader(live.tokenizer, generation, request)
-    steps = engine.generate(live.id, generation)
-    try:
+    async with aclosing(engine.generate(live.id, generation)) as steps:
         async for step in steps:
             delta = reader.read(step)
-            yield delta
             if delta.finish_reason is not None:
-                return
-    finally:
-        await steps.aclose()  # type: ignore[attr-defined]
+                await steps.aclose()  # so that its slot in the engine becomes free at once
+            yield delta
 
 
 def joined(deltas: list[Delta], first: Delta) -> Delta:
@@ -150,7 +150,6 @@ class Plan(ABC):
 MakePlan = Callable[[LiveRelease], Plan]
 Head = dict[str, str | int]
 """The fields with which an answer and each chunk of a stream begin."""
-Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 async def whole(plan: Plan, head: Head, generated: Deltas, times: RequestTimes) -> bytes:
@@ -186,7 +185,10 @@ async def events(
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
             times.add(index, delta, len(plan.generations[index].prompt))
-            choice = plan.choice(index, delta, is_whole=False)
+            if len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS:
+                choice = await asyncio.to_thread(plan.choice, index, delta, is_whole=False)
+            else:
+                choice = plan.choice(index, delta, is_whole=False)
             if choice is not None:
                 yield f"{start}{json.dumps(choice)}{end}"
     if includes_usage:
@@ -228,18 +230,18 @@ class Answers:
     )
     """Threads that tokenise prompts and render chat templates. No swap waits for these threads."""
 
-    def respond(self, request: Request, asked: SamplingRequest, plan: MakePlan) -> Response:
-        """The answer to `request`, whose parsed body is `asked`. `plan` makes the plan for the
+    def respond(self, request: Request, asked: SamplingRequest, make_plan: MakePlan) -> Response:
+        """The answer to `request`, whose parsed body is `asked`. `make_plan` makes the plan for the
         release that the request gets. The answer is made while it is sent.
 
-        Then it raises RequestError, which `plan` may raise too; TimeoutError if the answer takes
-        longer than `request_seconds`; and EngineError. But an error after the headers of a stream
-        were sent becomes an error event.
+        While it is sent, it raises RequestError, as `make_plan` does; TimeoutError if the answer
+        takes longer than `request_seconds`; and EngineError. But an error after the headers of a
+        stream were sent becomes an error event.
         """
-        return _Answer(functools.partial(self._send, request, asked, plan))
+        return _Answer(functools.partial(self._send, request, asked, make_plan))
 
     async def _send(
-        self, request: Request, asked: SamplingRequest, plan: MakePlan, send: Send
+        self, request: Request, asked: SamplingRequest, make_plan: MakePlan, send: Send
     ) -> None:
         if asked.num_sequences > (limit := self.settings.max_sequences):
             reason = f"more than {limit} sequences in one request (number of prompts times n)"
@@ -254,23 +256,23 @@ class Answers:
                 if asked.is_chat or len(await request.body()) > LARGE_BODY_BYTES:
                     # No running stream should wait for a long prompt or a slow chat template.
                     loop = asyncio.get_running_loop()
-                    planned = await loop.run_in_executor(self.threads, plan, live)
+                    plan = await loop.run_in_executor(self.threads, make_plan, live)
                 else:
-                    planned = plan(live)
+                    plan = make_plan(live)
                 request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
                 head: Head = {
-                    "id": f"{planned.id_prefix}-{request_id}",
-                    "object": planned.objects[1 if asked.stream else 0],
+                    "id": f"{plan.id_prefix}-{request_id}",
+                    "object": plan.objects[1 if asked.stream else 0],
                     "created": int(time.time()),
                     "model": asked.model or self.pipeline,
                     "system_fingerprint": live.id,
                 }
                 headers = headers_of(live, is_chat=asked.is_chat)
-                generated = generate(self.engine, live, planned.generations, planned.request)
+                generated = generate(self.engine, live, plan.generations, plan.request)
                 if asked.stream:
-                    await stream.send(events(planned, head, generated, times), headers)
+                    await stream.send(events(plan, head, generated, times), headers)
                     return
-                content = await whole(planned, head, generated, times)
+                content = await whole(plan, head, generated, times)
         except Exception as error:
             if not stream.has_begun:
                 raise
@@ -311,11 +313,12 @@ class _EventStream:
         self._send = send
         self.has_begun = False
 
-    async def send(self, events: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
-        """Send all `events`. Raises the error of the first one before the headers, if it comes in
-        time."""
-        async with aclosing(events):
-            first = asyncio.ensure_future(anext(events))
+    async def send(self, stream: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+        """Send all events of `stream`. Raises the error of the first one before the headers, if it
+        comes in time."""
+        async with aclosing(stream):
+            first = asyncio.ensure_future(anext(stream))
+            tasks: list[asyncio.Future[Any]] = [first]
             try:
                 await asyncio.wait({first}, timeout=HEADER_SECONDS)
                 if first.done():
@@ -324,17 +327,23 @@ class _EventStream:
                 raw = Headers({**headers, **kind, "Cache-Control": "no-cache"}).raw
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
                 self.has_begun = True
-                while not first.done():
-                    await self.write(": waiting\n\n")
-                    await asyncio.wait({first}, timeout=COMMENT_SECONDS)
-                await self.write(first.result())
-                async for event in events:
+                if not first.done():
+                    await self.write(_COMMENT)
+                tasks.append(asyncio.ensure_future(self._comment()))
+                await self.write(await first)
+                async for event in stream:
                     await self.write(event)
             finally:
                 # The events cannot be closed while a task waits for the first one.
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         await self.write("", is_end=True)
+
+    async def _comment(self) -> None:
+        while True:
+            await asyncio.sleep(COMMENT_SECONDS)
+            await self.write(_COMMENT)
 
     async def write(self, text: str, *, is_end: bool = False) -> None:
         body = {"body": text.encode(), "more_body": not is_end}

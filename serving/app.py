@@ -17,6 +17,7 @@ from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -108,13 +109,14 @@ def create_app(
             await engine.close()
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan, responses=ERRORS)
-    for known in (HTTPException, RequestValidationError, ClientDisconnect, EngineError):
-        app.add_exception_handler(known, _on_error)
-    app.add_exception_handler(TimeoutError, _on_error)
-    app.add_exception_handler(Exception, _on_error)
+    known = (HTTPException, RequestValidationError, ClientDisconnect, EngineError, TimeoutError)
+    for each in known:
+        app.add_exception_handler(each, _on_error)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     if api_key is None:
         app.add_middleware(_KnownHosts, own_host=settings.host.lower())
+    # Inside the CORS middleware, because a page can read only an answer with its headers.
+    app.add_middleware(ServerErrorMiddleware, handler=_on_error)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

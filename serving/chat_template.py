@@ -48,7 +48,6 @@ _TEXT_PARTS = {
 }
 """Type of a content part → its field with the text. vLLM accepts these types as text too."""
 
-_ROLES = {"function": "tool", "developer": "system"}
 _TOOL_FIELDS = ("name", "description", "parameters")
 
 PROMPT_DATE = "prompt_date"
@@ -82,7 +81,6 @@ def normalise(messages: object, tools: object = None) -> Conversation:
     - An empty list is no list.
     - The arguments of a call are the JSON text of an object, also if they are an object. A
       `function_call` is one of the `tool_calls`, and the role `function` is `tool`.
-    - The role `developer` is `system`, which every template knows that knows one of them.
     - Text parts are parts of the type `text`, and one part alone is a text.
 
     The one form of a conversation in its one form is this form.
@@ -155,6 +153,14 @@ class ChatTemplate:
             raise ReleaseError(f"chat_template: {error}, already for one short message") from None
         self._takes_none = re.search(r"content\W{0,3} is (not )?none", source) is not None
         """Whether the template asks if a content is none. If not, it expects an empty text."""
+        # vLLM looks for the same texts.
+        self._knows_developers = "'developer'" in source or '"developer"' in source
+        """Whether the template handles the role `developer`. If not, it leaves such messages out,
+        or shows the model a role that the model does not know."""
+        used = [token for name, token in special_tokens.items() if name in source]
+        self.texts = "".join([source, *used])
+        """The source of the template, and the special tokens whose names it contains. Only tokens
+        that occur in this text can get into a prompt through the template itself."""
         self._special_tokens = dict(special_tokens)
 
     # `self` and `conversation` are positional-only, because `kwargs` may contain any name.
@@ -191,6 +197,8 @@ class ChatTemplate:
 
     def _shown(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages in the form that the template expects."""
+        if not self._knows_developers:
+            messages = _developers_as_system(messages)
         shown = []
         for message in messages:
             content = message["content"]
@@ -273,6 +281,20 @@ def _takes_parts(template: jinja2.Template, special_tokens: Mapping[str, str]) -
     return "Hello" in shown and re.search("""['"]text['"]""", shown) is None
 
 
+def _developers_as_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages for a chat template that does not know the role `developer`: as in vLLM, such a
+    message gets the role `system`. Many templates accept a message of the system only at the
+    beginning, so several of them, or one at another place, become one message at the beginning."""
+    if all(message["role"] != "developer" for message in messages):
+        return messages
+    roles = ("system", "developer")
+    texts = [text_of(message["content"]) for message in messages if message["role"] in roles]
+    return [
+        {"role": "system", "content": "\n\n".join(filter(None, texts))},
+        *(message for message in messages if message["role"] not in roles),
+    ]
+
+
 def _as_condition(block: re.Match[str]) -> str:
     return f"{block[1]}{'endif' if block[2] else 'if true'}{block[3]}"
 
@@ -318,7 +340,7 @@ def _message(number: int, message: dict[str, Any]) -> Message:
         raise ConversationError(f"message {number} ({role}): {error}") from None
     return {
         **{key: message[key] for key in FIELDS if message.get(key)},
-        "role": _ROLES.get(role, role),
+        "role": "tool" if role == "function" else role,
         "content": content or (None if calls else ""),
         **({"tool_calls": calls} if calls else {}),
     }

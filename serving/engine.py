@@ -5,7 +5,7 @@ with the release that the server names. The server itself handles tokenizers, st
 admission and the order of a swap.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -146,18 +146,9 @@ class GenerationRefused(EngineError):
         """The field of the request that causes the error."""
 
 
-def refuse_constraints(generation: Generation, engine: str) -> None:
-    """Raise GenerationRefused if `generation` has a grammar or `allowed_token_ids`. Engines that
-    support neither call this function."""
-    param = "allowed_token_ids" if generation.allowed_token_ids is not None else None
-    if generation.grammar is not None:
-        param = generation.grammar.param
-    if param is not None:
-        raise GenerationRefused(f"not supported by the engine {engine}; leave it out", param=param)
-
-
 class Engine(Protocol):
-    """Computes the tokens of a server. The server calls all methods on one event loop."""
+    """Computes the tokens of a server. The server calls all methods but `dtype_of` on one event
+    loop."""
 
     holds_two: bool
     """Whether the engine can generate with two releases at the same time. If not, `commit` replaces
@@ -190,7 +181,8 @@ class Engine(Protocol):
         """Load `release` from `folder`, while the live release stays loaded and its running
         requests continue without a delay.
 
-        Raises StageError. The engine has then freed all memory that it took for `release`.
+        Raises StageError if `release` cannot be loaded, and EngineError if the engine has failed.
+        The engine has then freed all memory that it took for `release`.
         """
 
     def dtype_of(self, release: Release) -> str:
@@ -217,7 +209,7 @@ class Engine(Protocol):
         """Free a staged or committed release as soon as its last generation has ended. Returns
         without waiting for that."""
 
-    def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
+    def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         """The steps of one sequence. To end the sequence and free its slot, close the iterator.
 
         Raises EngineError. Raises GenerationRefused before the first step, or later if a grammar

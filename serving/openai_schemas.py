@@ -50,7 +50,7 @@ MAX_STOPS = 1024
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_GRAMMAR_CHARS = 2**17
 
-Schema = dict[str, Any]
+Schema = dict[str, Any] | bool
 _ANY_OBJECT: Schema = {"type": "object"}
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
@@ -251,6 +251,8 @@ def schema_text(schema: str | Schema, **options: Any) -> str:
     which every engine reads from the schema itself. Raises ValueError."""
     if isinstance(schema, str):
         schema = from_json(schema)
+    if isinstance(schema, bool):
+        return json.dumps(schema)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
     checked = _without_unique_items(schema)

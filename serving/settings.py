@@ -57,7 +57,8 @@ class ServingSettings(BaseModel):
     `deferred`."""
     phase_seconds: float = Field(default=600, gt=0)
     """Time limit of the preflight of a swap, of its stage, and of its probe if no requests wait for
-    the probe. After this time the swap ends as `failed`."""
+    the probe. After this time the swap ends as `failed`. A stage that starts vLLM has the time
+    limit `start_seconds` of vLLM instead."""
     barrier_seconds: float = Field(default=30, gt=0)
     """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
     one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds

@@ -7,11 +7,11 @@ swap ends before its next phase, unless the engine has begun to use its weights.
     stage       the engine prepares the new weights, while the old release answers requests
     commit      the engine begins to use the new weights
     probe       the server compares log-probabilities with those that the job recorded
-    barrier     new requests wait, and then get the new release
+    barrier     from now on, new requests get the new release
 
-If the engine can hold two releases, new requests get the old one until the barrier, which lasts
-only one turn of the event loop. If it holds one, the barrier comes before the commit: it waits
-until the running requests have ended, and holds new ones back until the probe has ended.
+If the engine can hold two releases, no request waits: new ones get the old release until the
+barrier. If it holds one, the barrier comes before the commit: it waits until the running requests
+have ended, and holds new ones back until the probe has ended.
 
 If the commit or the probe fails, the engine commits the old release again. While the barrier is
 closed, everything that is awaited has a time limit. So an engine or a disk that hangs cannot keep
@@ -125,13 +125,13 @@ class Swapper:
         before it is served as its substitute. If there is none, the server waits for a swap, and
         its answers say why no release is served.
         """
+        release_store.sweep(self.releases_dir)
         if folder is not None:
             folder = await asyncio.to_thread(servable_folder, folder, self.releases_dir)
             result = await self._enqueue(_Swap(folder=folder, is_recorded=False))
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
-        release_store.sweep(self.releases_dir)
         try:
             served = release_store.read_served(self.releases_dir)
         except ReleaseError as error:
@@ -262,6 +262,7 @@ class Swapper:
             logger.error("%s", *late.reasons)
 
     async def _swap(self, swap: _Swap) -> None:
+        settings = self.settings
         candidate, previous = await self._preflight(swap), swap.previous
         if previous is not None and previous.id == candidate.id:
             # It was a substitute, or was named only at the start of the server. Now it is the
@@ -275,7 +276,9 @@ class Swapper:
         try:
             with swap.timed("stage"):
                 staging = self.engine.stage(candidate.release, candidate.folder)
-                await bounded(staging, self.settings.phase_seconds, "stage took more than")
+                is_first = previous is None  # it also starts the engine
+                limit = settings.start_seconds if is_first else settings.phase_seconds
+                await bounded(staging, limit, "stage took more than")
             context = self.engine.max_context(candidate.id)
             candidate = replace(candidate, engine_context=context)
             with ExitStack() as barrier:
@@ -284,7 +287,6 @@ class Swapper:
                     await self._drain(swap)
                 self._stop_if_superseded(swap)
                 await self._commit(swap, candidate)
-                # With an engine that holds two, no request has to wait at this barrier.
                 with swap.timed("barrier"):
                     self.admission.switch(candidate)
         except BaseException:
@@ -332,7 +334,7 @@ class Swapper:
         """Wait for the memory of the release that was live before. Raises SwapStopped."""
         if self._retiring is not None:
             name = self._retiring.get_name()
-            late = f"the engine cannot hold a third release, and requests on {name} did not end in"
+            late = f"{name} must leave the engine first, and requests on it did not end in"
             # Use `wait`: if this wait is cancelled, the unloading goes on.
             ended = asyncio.wait({self._retiring})
             await bounded(ended, self.settings.drain_seconds, late, "deferred")
@@ -355,7 +357,7 @@ class Swapper:
             await self._record(swap, candidate)
         except BaseException:
             if swap.previous is not None:
-                await self._restore(swap, swap.previous)
+                await self._use_again(swap.previous)
             raise
 
     async def _probe(self, swap: _Swap, candidate: LiveRelease) -> None:
@@ -371,33 +373,39 @@ class Swapper:
             raise SwapStopped("refused", *reasons)
 
     async def _record(self, swap: _Swap, live: LiveRelease) -> None:
-        """Record on disk that `live` is served. Raises SwapStopped."""
-        if swap.is_recorded:
-            chosen = None if live.stands_in_for is None else live.stands_in_for.id
+        """Record on disk that `live` is served. Raises SwapStopped. The record is then what it was;
+        but if the disk hangs, both writes go on after that."""
+        if not swap.is_recorded:
+            return
+        chosen = None if live.stands_in_for is None else live.stands_in_for.id
+        earlier = await self._written(release_store.readable_served)
+        try:
             await self._written(release_store.set_current, live.id, chosen)
+        except BaseException:
+            with suppress(SwapStopped):
+                await self._written(release_store.set_back, earlier)
+            raise
 
-    async def _written(self, write: Callable[..., None], *changes: str | None) -> None:
-        """Let `write` change the record of what is served. Raises SwapStopped if this fails or
-        takes too long; if the disk hangs, the write goes on after that."""
+    async def _written(self, write: Callable[..., T], *changes: object) -> T:
+        """Let `write` read or change the record of what is served. Raises SwapStopped if this fails
+        or takes too long."""
         path = self.releases_dir / release_store.SERVED
         written = asyncio.to_thread(write, self.releases_dir, *changes)
         try:
-            await bounded(written, self.settings.barrier_seconds, f"{path}: not written within")
+            return await bounded(
+                written, self.settings.barrier_seconds, f"{path}: not written within"
+            )
         except (OSError, ReleaseError) as error:
             raise SwapStopped("failed", f"{path}: {error}") from None
 
-    async def _restore(self, swap: _Swap, previous: LiveRelease) -> None:
-        """Make the engine use `previous` again, and record it again: the record may have been
-        written, or a write may still go on, which then comes first."""
+    async def _use_again(self, previous: LiveRelease) -> None:
+        """Make the engine use `previous` again after a swap that failed."""
         try:
             committed = self.engine.commit(previous.id)
             await bounded(committed, self._commit_seconds, "commit took more than")
         except Exception:
             failure = "the engine failed to use %s again after a swap that failed"
             logger.critical(failure, previous.id, exc_info=True)
-        if previous.folder.parent == self.releases_dir:
-            with suppress(SwapStopped):
-                await self._record(swap, previous)
 
     async def _retire(self, release_id: str) -> None:
         await self.admission.drained(release_id)
@@ -468,9 +476,15 @@ async def measure_probe(
     Only this shows that the engine computes with all weights of the release. If the engine only
     reports success, this is no proof. Raises EngineError.
     """
-    scored = await asyncio.gather(
-        *(_score(engine, release_id, text.token_ids) for text in probe.texts)
-    )
+    scoring = [
+        asyncio.create_task(_score(engine, release_id, text.token_ids)) for text in probe.texts
+    ]
+    try:
+        scored = await asyncio.gather(*scoring)
+    finally:  # after an error, the engine must not go on with the other texts
+        for task in scoring:
+            task.cancel()
+        await asyncio.gather(*scoring, return_exceptions=True)
     largest, reasons = 0.0, []
     for number, (text, found) in enumerate(zip(probe.texts, scored, strict=True), start=1):
         pairs = list(zip_longest(text.logprobs, found, fillvalue=math.nan))

@@ -34,9 +34,10 @@ class SwapResult(_Record):
     """How a swap ended.
 
     The HTTP status depends on `result`: `live` 200; `refused` 422 (the release failed the
-    preflight, the staging or the probe); `superseded` 409 (a newer swap was requested); `deferred`
-    503 (earlier requests did not end in time); `failed` 500 (the engine or the disk failed). After
-    every result except `live`, the server still serves the release that it served before.
+    preflight, the staging or the probe); `superseded` 409 (a newer swap was requested, or another
+    release was chosen); `deferred` 503 (earlier requests did not end in time); `failed` 500 (the
+    engine or the disk failed). After every result except `live`, the server still serves the
+    release that it served before.
     """
 
     result: SwapResultName
@@ -49,7 +50,8 @@ class SwapResult(_Record):
     reasons: tuple[str, ...] = ()
     """Why the swap did not succeed. If a file or a tensor is wrong, the reason names it."""
     superseded_by: str | None = None
-    """The id of the release of the newer swap, if the result is `superseded`."""
+    """The id of the release of the newer swap, or of the release that was chosen, if the result is
+    `superseded`."""
     seconds: dict[str, float] = {}
     """Phase → the time that the swap spent in it, in seconds."""
     probe_max_difference: float | None = None

@@ -125,7 +125,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ReleaseError("config.json: vocab_size is not a positive number")
     chat_template = load_chat_template(folder, settings)
-    _check_ids(tokenizer, ids, vocab_size)
+    _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
     eos_token = _token_name(settings.get("eos_token"))
     own_eos = None if eos_token is None else tokenizer.token_to_id(eos_token)
     return ReleaseTokenizer(
@@ -227,19 +227,23 @@ def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
     )
 
 
-def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int) -> None:
+def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, template: str) -> None:
     """Raise ReleaseError if ordinary prompts may contain a token for which the network has no
-    embedding. `ids` maps the text of each token to its id.
+    embedding. `ids` maps the text of each token to its id; `template` is a text with all tokens
+    that the chat template may write.
 
-    An added token is no reason to refuse the release: only a text that spells it out contains it,
-    and then only this text is refused. Good checkpoints have such tokens. For example, Gemma 3 1B
-    has one for images.
+    An added token is usually no reason to refuse the release: only a text that spells it out
+    contains it, and then only this text is refused. Good checkpoints have such tokens. For example,
+    Gemma 3 1B has one for images. But if the tokenizer puts an added token around each text, or if
+    the chat template writes it, ordinary prompts contain it.
     """
     added = tokenizer.get_added_tokens_decoder().keys()
+    around = tokenizer.encode("").ids
     beyond = {
         token_id: text
         for text, token_id in ids.items()
-        if token_id >= vocab_size and token_id not in added
+        if token_id >= vocab_size
+        and (token_id not in added or token_id in around or text in template)
     }
     if beyond:
         largest = max(beyond)
@@ -259,7 +263,12 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
     except UnicodeDecodeError as error:
         raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
     if isinstance(source, list):
-        source = {each["name"]: each["template"] for each in source}.get("default")
+        try:
+            source = {each["name"]: each["template"] for each in source}.get("default")
+        except (TypeError, KeyError):
+            raise ReleaseError(
+                "tokenizer_config.json: chat_template is no list of objects with name and template"
+            ) from None
     if not isinstance(source, str):
         return None
     special = {

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from serving.engine import EngineError, Generation, Step, TokenLogprob, refuse_constraints
+from serving.engine import EngineError, Generation, Step, TokenLogprob
+from serving.engines.sglang_engine import refuse_constraints
 from serving.weights.release import Release, read_json
 
 EnginePhase = Literal["stage", "commit", "unload", "generate", "step", "turn"]

@@ -118,7 +118,7 @@ class _Gateway:
         model = request.path_params.get("model")
         if request.method == "POST":
             model = await asyncio.to_thread(_model_of, body)
-        elif model is None:  # such as `/docs` and `/version`, which all servers answer alike
+        elif model is None:  # such as `/docs`, which all servers answer alike
             model = next(iter(self._servers))
         return _Forwarded(self.client, await self._server_of(request, model), request, body)
 

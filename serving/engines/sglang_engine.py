@@ -21,10 +21,10 @@ import httpx
 from serving.engine import (
     EngineError,
     Generation,
+    GenerationRefused,
     StageError,
     Step,
     TokenLogprob,
-    refuse_constraints,
     reported_logprob,
 )
 from serving.engines.same_network import config_differences, tensor_differences
@@ -38,7 +38,7 @@ _UPDATE_SECONDS = 600
 
 
 class SglangEngine:
-    """All methods must be called on one event loop."""
+    """Call all methods but `dtype_of` on one event loop."""
 
     holds_two = False
     checks_digests = False
@@ -171,6 +171,15 @@ class SglangEngine:
             raise EngineError(
                 f"no SGLang server at {self._upstream}{path}: {first_line(error)}"
             ) from error
+
+
+def refuse_constraints(generation: Generation, engine: str) -> None:
+    """Raise GenerationRefused if `generation` has a grammar or `allowed_token_ids`."""
+    param = "allowed_token_ids" if generation.allowed_token_ids is not None else None
+    if generation.grammar is not None:
+        param = generation.grammar.param
+    if param is not None:
+        raise GenerationRefused(f"not supported by the engine {engine}; leave it out", param=param)
 
 
 def _differences(running: Path, release: Release, folder: Path) -> list[str]:

@@ -43,7 +43,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -63,7 +63,7 @@ _CPU_KV_CACHE_BYTES = 2 << 30
 
 
 class VllmEngine:
-    """All methods must be called on one event loop. vLLM is started on the first staged release."""
+    """Call all methods but `dtype_of` on one event loop. The first staged release starts vLLM."""
 
     holds_two = False
     checks_digests = True
@@ -139,9 +139,11 @@ class VllmEngine:
             _log.info("vLLM stood still for %.4f s to use %s", max(pauses), release_id)
 
     async def unload(self, release_id: str) -> None:
+        """Shuts vLLM down if it computes with this release."""
         if self._held.pop(release_id, None) is None:
             return
         if release_id == self._live:
+            self._fault = self.failure  # a vLLM that has died is not started again
             await self.close()
         else:
             with suppress(EngineError):  # a dead vLLM holds nothing that could be freed
@@ -155,15 +157,15 @@ class VllmEngine:
         prompt = tokens_input(list(generation.prompt), cache_salt=release_id)
         tokenizer = self._llm.tokenizer
         end_of_text = None if tokenizer is None else tokenizer.eos_token_id
-        parameters = _sampling_params(generation, end_of_text)
-        outputs = self._llm.generate(prompt, parameters, uuid4().hex)
         try:
+            parameters = _sampling_params(generation, end_of_text)
+            outputs = self._llm.generate(prompt, parameters, uuid4().hex)
             async with aclosing(cast(AsyncGenerator[Any, None], outputs)):
                 async for output in outputs:
                     yield _step_of(output, generation, release_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"vLLM stopped: {first_line(error)}") from error
-        except (ValueError, VLLMValidationError) as error:
+        except VLLMClientError as error:
             if generation.grammar is not None:
                 param = generation.grammar.param
                 raise GenerationRefused(first_line(error), param=param) from error
@@ -177,19 +179,15 @@ class VllmEngine:
 
     async def _start(self, release: Release, folder: Path) -> None:
         """Start vLLM on this release, which may take minutes. Raises StageError and EngineError."""
-        limit = self._settings.start_seconds
         settings = self._settings.model_copy(update={"dtype": self.dtype_of(release)})
         try:
-            async with asyncio.timeout(limit):
-                # vLLM does not check what it reads.
-                if reasons := await asyncio.to_thread(_faults, release, folder):
-                    raise StageError(*reasons)
-                self._llm = await _started(folder, settings)
-                await self._prepare(release, folder)
-        except BaseException as error:
+            # vLLM does not check what it reads.
+            if reasons := await asyncio.to_thread(_faults, release, folder):
+                raise StageError(*reasons)
+            self._llm = await _started(folder, settings)
+            await self._prepare(release, folder)
+        except BaseException:
             await self.close()
-            if isinstance(error, TimeoutError):
-                raise StageError(f"vLLM did not start on {release.id} in {limit:g} s") from None
             raise
         # vLLM keeps its dtype while it runs.
         self._settings, self._live = settings, release.id
@@ -361,7 +359,8 @@ def _sampling_params(generation: Generation, end_of_text: int | None) -> Samplin
         frequency_penalty=generation.frequency_penalty,
         repetition_penalty=generation.repetition_penalty,
         logit_bias=dict(generation.logit_bias) or None,
-        seed=generation.seed,
+        # For vLLM, -1 means that there is no seed.
+        seed=-(2**63) if generation.seed == -1 else generation.seed,
         stop_token_ids=stops,
         allowed_token_ids=None if allowed is None else list(allowed),
         structured_outputs=_structured_outputs(generation.grammar),

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MIN_BYTES = 4096
 """A client that sends a body or reads an answer makes progress if it sends or reads this many bytes
@@ -31,9 +31,9 @@ MAX_HEADER_BYTES = 64 * 1024
 _TICKS_PER_CHECK = 2
 """uvicorn calls `on_tick` ten times a second, so clients are checked five times a second."""
 
-MAX_PIPELINED = 100
-"""A client may send this many further requests while the server works on its first one. If it sends
-more, its connection is ended."""
+MAX_PIPELINED = 8
+"""A client may send this many further requests while the server works on its first one, because
+their bodies are kept. If it sends more, its connection is ended."""
 
 _RESET = struct.pack("ii", 1, 0)
 
@@ -90,6 +90,8 @@ class Connection(HttpToolsProtocol):
         """The result of `_moved` when the client last made progress."""
         self._num_received = 0
         self._num_header_bytes = 0
+        self._running: RequestResponseCycle | None = None
+        """The request that the application answers. (`cycle` is the newest one.)"""
         if len(self.connections) > self.limits.max_connections:
             self._make_room()
 
@@ -110,6 +112,22 @@ class Connection(HttpToolsProtocol):
         self._num_header_bytes += len(data)
         if self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The headers are larger than {MAX_HEADER_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.pipeline:
+            # uvicorn has paused reading. Then nobody would see that the client disconnects.
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -147,7 +147,7 @@ def read_served(pipeline_dir: Path) -> Served:
         raise ReleaseError(*faults_in(path, error)) from None
 
 
-def _readable_served(pipeline_dir: Path) -> Served:
+def readable_served(pipeline_dir: Path) -> Served:
     """Like `read_served`. But a damaged record counts as empty, so that the next write mends it."""
     try:
         return read_served(pipeline_dir)
@@ -166,18 +166,18 @@ def served_release(pipeline_dir: Path) -> Path | None:
 def served_release_id(pipeline_dir: Path) -> str | None:
     """The id of the served release. None if no release was served yet, or if the record is
     damaged."""
-    return _readable_served(pipeline_dir).release
+    return readable_served(pipeline_dir).release
 
 
 def live_releases(pipeline_dir: Path) -> list[str]:
     """`Served.live`; empty if the record is damaged."""
-    return list(_readable_served(pipeline_dir).live)
+    return list(readable_served(pipeline_dir).live)
 
 
 def stood_in_for(pipeline_dir: Path) -> str | None:
     """The damaged release for which a substitute is served. None if the release is served that
     should be served."""
-    served = _readable_served(pipeline_dir)
+    served = readable_served(pipeline_dir)
     return None if served.substitute is None else served.live[-1]
 
 
@@ -190,7 +190,7 @@ def pending_release(pipeline_dir: Path) -> str | None:
 def chosen_release_id(pipeline_dir: Path) -> str | None:
     """The id of the release that was chosen last: the pending one, or else the one that should be
     served."""
-    return _readable_served(pipeline_dir).chosen
+    return readable_served(pipeline_dir).chosen
 
 
 def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None = None) -> None:
@@ -202,7 +202,7 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     should_be_served = stands_in_for or release_id
     number = release_number(should_be_served)
     with _served_lock(pipeline_dir):
-        served = _readable_served(pipeline_dir)
+        served = readable_served(pipeline_dir)
         # Leave newer releases out, because a swap to an older release is a rollback from the newer
         # ones. Also leave out releases whose folder is gone: they cannot be served again.
         older = [
@@ -210,19 +210,30 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
             for each in served.live
             if release_number(each) < number and (pipeline_dir / each).is_dir()
         ]
-        _write_served(
-            pipeline_dir,
-            served,
-            live=(*older, should_be_served),
-            substitute=None if stands_in_for is None else release_id,
-        )
-        # A server that is killed before this makes the link when it starts again.
-        link = pipeline_dir / CURRENT
-        if link.is_dir() and not link.is_symlink():
-            # A tool that copied the releases has put a copy of one in the place of the link.
-            link.rename(pipeline_dir / f"{UNFINISHED}{CURRENT}-{uuid.uuid4().hex[:8]}")
-        link_atomically(link, release_id)
-        fsync_dir(pipeline_dir)
+        substitute = None if stands_in_for is None else release_id
+        _set_served(pipeline_dir, served, live=(*older, should_be_served), substitute=substitute)
+
+
+def set_back(pipeline_dir: Path, earlier: Served) -> None:
+    """Record again what was live and served, after a swap that failed. What is pending stays. Only
+    the server may call this."""
+    with _served_lock(pipeline_dir):
+        served = readable_served(pipeline_dir)
+        _set_served(pipeline_dir, served, live=earlier.live, substitute=earlier.substitute)
+
+
+def _set_served(pipeline_dir: Path, served: Served, **changes: object) -> None:
+    changed = _write_served(pipeline_dir, served, **changes)
+    # A server that is killed before this makes the link when it starts again.
+    link = pipeline_dir / CURRENT
+    if link.is_dir() and not link.is_symlink():
+        # A tool that copied the releases has put a copy of one in the place of the link.
+        link.rename(pipeline_dir / f"{UNFINISHED}{CURRENT}-{uuid.uuid4().hex[:8]}")
+    if changed.release is None:
+        link.unlink(missing_ok=True)
+    else:
+        link_atomically(link, changed.release)
+    fsync_dir(pipeline_dir)
 
 
 def set_pending(
@@ -240,7 +251,7 @@ def set_pending(
     """
     release_number(release_id)
     with _served_lock(pipeline_dir):
-        served = _readable_served(pipeline_dir)
+        served = readable_served(pipeline_dir)
         if instead_of is not None and served.chosen not in instead_of:
             raise Superseded(release_id, served.chosen)
         _write_served(pipeline_dir, served, pending=release_id)
@@ -251,16 +262,17 @@ def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = 
     """Remove the mark of `release_id`. If another release is pending, that one still waits for its
     swap. earlier: what `set_pending` returned, to make it pending again."""
     with _served_lock(pipeline_dir):
-        served = _readable_served(pipeline_dir)
+        served = readable_served(pipeline_dir)
         if served.pending == release_id:
             again = None if earlier == release_id else earlier
             _write_served(pipeline_dir, served, pending=again)
 
 
-def _write_served(pipeline_dir: Path, served: Served, **changes: object) -> None:
+def _write_served(pipeline_dir: Path, served: Served, **changes: object) -> Served:
     changed = served.model_copy(update=changes)
     if changed != served:  # so a server also starts on a full disk
         write_atomically(pipeline_dir / SERVED, changed.model_dump_json(indent=1) + "\n")
+    return changed
 
 
 def _served_lock(pipeline_dir: Path) -> BaseFileLock:

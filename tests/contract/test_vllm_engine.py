@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
 
-from serving.engine import EngineError, StageError
+from serving.engine import EngineError, Generation, StageError
 from serving.engines import vllm_engine
 from serving.engines.settings import VllmEngineSettings
 from serving.engines.vllm_engine import VllmEngine
@@ -26,6 +26,7 @@ class MadeUpLlm:
     """Answers for one worker."""
 
     errored = False
+    tokenizer = None
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -69,8 +70,13 @@ def engine_over(**settings: Any) -> VllmEngine:
 def test_workers_that_hang_when_made_ready_are_given_up(llm: MadeUpLlm, tmp_path: Path) -> None:
     llm.hangs_in = "hotpush_prepare"
     release = echo_release(tmp_path, 1)
-    with pytest.raises(StageError, match=r"did not start on r000001-\w+ in 0\.5 s"):
-        asyncio.run(engine_over(start_seconds=0.5).stage(release, tmp_path / release.id))
+
+    async def story() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await engine_over().stage(release, tmp_path / release.id)
+
+    asyncio.run(story())
     assert llm.asked == ["hotpush_prepare"]
     assert llm.is_shut_down
 
@@ -85,8 +91,9 @@ def test_a_start_that_hangs_is_given_up_and_shut_down_when_it_is_over(
         return llm
 
     async def story() -> None:
-        with pytest.raises(StageError, match="did not start"):
-            await engine_over(start_seconds=0.5).stage(release, tmp_path / release.id)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await engine_over().stage(release, tmp_path / release.id)
         assert not llm.is_shut_down
         may_start.set()
         while not llm.is_shut_down:
@@ -163,6 +170,47 @@ def test_after_a_commit_that_does_not_end_the_engine_is_dead(
         await engine.close()
 
     asyncio.run(story())
+
+
+def test_a_vllm_that_dies_in_a_swap_is_not_forgotten(llm: MadeUpLlm, tmp_path: Path) -> None:
+    first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
+
+    async def story() -> None:
+        engine = engine_over()
+        for release in (first, second):
+            await engine.stage(release, tmp_path / release.id)
+            await engine.commit(release.id)
+        llm.errored = True
+        with pytest.raises(EngineError):
+            await engine.commit(first.id)
+        await engine.unload(second.id)
+        assert engine.failure == "vLLM died"
+        with pytest.raises(EngineError, match="vLLM died"):
+            await engine.take_turn()
+
+    asyncio.run(story())
+
+
+def test_parameters_that_vllm_refuses_are_an_error_of_the_engine(
+    llm: MadeUpLlm, tmp_path: Path
+) -> None:
+    release = echo_release(tmp_path, 1)
+
+    async def story() -> None:
+        engine = engine_over()
+        await engine.stage(release, tmp_path / release.id)
+        asked = Generation(prompt=(1,), max_tokens=1, temperature=-1.0)
+        with pytest.raises(EngineError, match="vLLM refuses the request: temperature"):
+            await anext(engine.generate(release.id, asked))
+
+    asyncio.run(story())
+
+
+def test_every_seed_is_a_seed() -> None:
+    seeds = (-2, -1, 0)
+    asked = [Generation(prompt=(1,), max_tokens=1, seed=seed) for seed in seeds]
+    found = {vllm_engine._sampling_params(each, None).seed for each in asked}
+    assert len(found - {None}) == len(seeds)
 
 
 def test_a_vllm_that_hangs_takes_no_turn(llm: MadeUpLlm, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.engine import Generation, GenerationRefused, Grammar, refuse_constraints
+from serving.engine import Generation, GenerationRefused, Grammar
+from serving.engines.sglang_engine import refuse_constraints
 from serving.weights.release_store import set_current
 from tests.serving_fixtures import echo_app, echo_release, running
 

@@ -35,6 +35,7 @@ from tests.serving_fixtures import (
     running,
     tiny_llama,
 )
+from tests.slow_clients import connected, request
 
 BODY = {"model": "answers", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
 
@@ -98,6 +99,18 @@ def test_a_stream_that_is_hung_up_frees_its_slots(slow: Slow, n: int) -> None:
         lines = stream.iter_lines()
         next(line for line in lines if line.startswith("data: "))
         assert slow.num_running == n
+    until(lambda: slow.num_running == 0)
+    until(slow.is_idle)
+
+
+def test_a_client_that_pipelines_and_hangs_up_frees_its_slot(slow: Slow) -> None:
+    slow.engine.step_seconds = 0.2  # it would end by itself after 20 s
+    body = json.dumps({**BODY, "stream": True}).encode()
+    first = request(slow.url, "POST", "/v1/completions", num_bytes=len(body)) + body
+    with connected(slow.url) as client:
+        client.sendall(first + request(slow.url, "GET", "/health"))
+        assert client.recv(12) == b"HTTP/1.1 200"
+        assert slow.num_running == 1
     until(lambda: slow.num_running == 0)
     until(slow.is_idle)
 
@@ -183,6 +196,19 @@ def test_a_stream_that_waits_in_the_queue_has_its_headers(
             events = [line for line in lines if line.startswith("data: ")]
     assert events[-1] == "data: [DONE]"
     assert ("out of order" in events[0]) == fails
+
+
+def test_a_stream_that_waits_between_two_tokens_sends_comments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "COMMENT_SECONDS", 0.05)
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
+    body = {**BODY, "max_tokens": 2, "stream": True}
+    with running(echo_app(tmp_path, EchoEngine(step_seconds=0.3))) as url:
+        lines = httpx.post(f"{url}/v1/completions", json=body).text.splitlines()
+    events = [number for number, line in enumerate(lines) if line.startswith("data: ")]
+    assert ": waiting" in lines[events[0] : events[1]]
+    assert lines[-2] == "data: [DONE]"
 
 
 def test_a_client_that_leaves_the_queue_leaves_nothing(

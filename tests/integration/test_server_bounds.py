@@ -34,8 +34,9 @@ def served(pipeline_dir: Path, engine: EchoEngine | None = None, **settings: Any
         yield url
 
 
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_large_answer_is_written_off_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
     written = CompletionPlan.choice
@@ -47,7 +48,8 @@ def test_a_large_answer_is_written_off_the_loop(
 
     monkeypatch.setattr(CompletionPlan, "choice", held)
     with served(tmp_path) as url, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, f"{url}/v1/completions", json=LONG, timeout=30)
+        body = {**LONG, "stream": stream}
+        asked = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=30)
         assert begun.wait(10)
         try:
             assert httpx.get(f"{url}/health", timeout=10).is_success
@@ -146,11 +148,13 @@ def test_a_slow_reader_of_several_sequences_holds_the_engine_up(tmp_path: Path) 
 
 def test_an_unexpected_error_has_the_form_of_every_error(tmp_path: Path) -> None:
     engine = EchoEngine()
-    with served(tmp_path, engine) as url:
+    page = "https://chat.example.com"
+    with served(tmp_path, engine, cors_origins=(page,)) as url:
         engine.fail["turn"] = ZeroDivisionError("unexpected")
-        answer = httpx.get(f"{url}/live")
+        answer = httpx.get(f"{url}/live", headers={"Origin": page})
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["access-control-allow-origin"] == page
 
 
 HOSTS = [

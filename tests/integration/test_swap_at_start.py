@@ -210,6 +210,38 @@ def test_a_release_that_stands_in_may_be_chosen_and_then_stays(tmp_path: Path, h
     assert live is not None and live.id == before and live.stands_in_for is None
 
 
+def test_a_swap_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) -> None:
+    first, second = put_live(tmp_path, 1, 2)
+
+    async def story() -> None:
+        house = House(tmp_path)
+        await house.swapper.start(tmp_path / first)
+        wrong = echo_release(tmp_path, 3, probe_shift=0.01)
+        assert (await house.swapper.swap(wrong.id)).result == "refused"
+        await house.swapper.close()
+
+    asyncio.run(story())
+    assert release_store.live_releases(tmp_path) == [first, second]
+
+
+def test_the_first_stage_has_the_time_of_a_start(tmp_path: Path) -> None:
+    put_live(tmp_path, 1)
+
+    async def story() -> None:
+        house = House(tmp_path)
+        settings = {"engine": "vllm", "vllm": {"start_seconds": 5}, "phase_seconds": 0.2}
+        house.swapper.settings = ServingSettings.model_validate(settings)
+        is_slow = house.engine.hang["stage"] = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.4, is_slow.set)
+        await house.swapper.start()
+        assert house.admission.live is not None
+        is_slow.clear()
+        assert (await house.swapper.swap(echo_release(tmp_path, 2).id)).result == "failed"
+        await house.swapper.close()
+
+    asyncio.run(story())
+
+
 def test_an_engine_in_trouble_is_not_a_reason_for_an_older_release(tmp_path: Path) -> None:
     _, current = put_live(tmp_path, 1, 2)
     engine = EchoEngine()

@@ -79,6 +79,7 @@ def test_the_way_back_waits_for_the_requests_that_the_release_still_answers(tmp_
         assert (await house.swapper.swap(house.new.id)).result == "live"
         result = await house.swapper.swap(house.old.id)
         assert (result.result, result.phase) == ("deferred", "stage")
+        assert f"{house.old.id} must leave the engine first" in result.reasons[0]
         generation = Generation(prompt=(1,), max_tokens=1)
         assert [step async for step in house.engine.generate(running.id, generation)]
         house.admission.leave(running)

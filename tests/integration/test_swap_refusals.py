@@ -6,15 +6,18 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, StageError
+from serving.engine import EngineError, Generation, StageError, Step
 from serving.errors import ReleaseError
+from serving.swap import measure_probe
 from serving.weights import release_store
+from serving.weights.release import Probe, ProbeText
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_release
 from tests.swap_fixtures import BOTH, House, flip_a_bit, lose_the_manifest, play, until
 
@@ -149,6 +152,29 @@ def test_a_probe_that_does_not_match_is_refused(tmp_path: Path, how: str, holds_
         await house.check_old_goes_on()
 
     play(tmp_path, story, holds_two=holds_two)
+
+
+def test_after_a_text_that_failed_the_engine_computes_no_other(tmp_path: Path) -> None:
+    ended: list[tuple[int, ...]] = []
+
+    class Broken(EchoEngine):
+        async def generate(self, _: str, generation: Generation) -> AsyncGenerator[Step, None]:
+            if len(generation.prompt) == 1:
+                raise EngineError("out of order")
+            try:
+                await asyncio.Event().wait()
+                yield Step()
+            finally:
+                ended.append(generation.prompt)
+
+    async def story() -> None:
+        texts = [ProbeText(token_ids=ids, logprobs=()) for ids in ((1, 2), (1,), (1, 3))]
+        probe = Probe(dtype="float32", texts=tuple(texts), bounds={})
+        with pytest.raises(EngineError, match="out of order"):
+            await measure_probe(Broken(), "r000001-00000000", probe, 1.0)
+        assert ended == [(1, 2), (1, 3)]
+
+    asyncio.run(story())
 
 
 @BOTH

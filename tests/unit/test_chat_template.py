@@ -1,5 +1,6 @@
 """Templates give the prompts that `transformers` gives with them, and run in a sandbox."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from serving import chat_template
 from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow, normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
-from tests.serving_fixtures import echo_release
+from tests.serving_fixtures import byte_tokenizer, echo_release
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. "},
@@ -146,6 +147,32 @@ def test_arguments_are_an_object_and_its_text(source: str, shown: str) -> None:
     assert ChatTemplate(source, {}).render(conversation) == shown
 
 
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role == 'system' %}<s>{{ m.content }}{{ m.tools }}"
+    "{% elif m.role == 'user' %}<u>{{ m.content }}{% endif %}{% endfor %}"
+)
+USER = {"role": "user", "content": "Hi"}
+BRIEF = {"role": "system", "content": "Be brief"}
+DEVELOPER = {"role": "developer", "content": "In French", "tools": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "prompt"),
+    [
+        (KNOWN_ROLES, [DEVELOPER, USER], "<s>In French<u>Hi"),
+        (KNOWN_ROLES, [BRIEF, USER, DEVELOPER, USER], "<s>Be brief\n\nIn French<u>Hi<u>Hi"),
+        (LOOP, [BRIEF, DEVELOPER], "[system]Be brief\n\nIn French<end>"),
+        (KNOWN_ROLES + "{# 'developer' #}", [DEVELOPER, USER], "<u>Hi"),
+        # Without a developer, the messages stay as they are.
+        (KNOWN_ROLES, [USER, BRIEF, BRIEF], "<u>Hi<s>Be brief<s>Be brief"),
+    ],
+)
+def test_a_developer_is_the_system_for_templates_that_know_no_developers(
+    template: str, messages: list[dict[str, Any]], prompt: str
+) -> None:
+    assert ChatTemplate(template, {}).render(normalise(messages)) == prompt
+
+
 @pytest.mark.parametrize("name", ["self", "messages", "source"])
 def test_variables_may_have_any_name(name: str) -> None:
     variables: dict[str, Any] = {name: 1}
@@ -203,3 +230,14 @@ def test_a_release_whose_template_never_ends_is_refused(tmp_path: Path, brief: N
     release = echo_release(tmp_path, 1, chat_template=FOREVER)
     with pytest.raises(ReleaseError, match=r"chat_template: .* one short message"):
         load_tokenizer(tmp_path / release.id)
+
+
+@pytest.mark.parametrize("element", ["a text", {"template": PLAIN}])
+def test_a_list_of_templates_without_names_is_refused(tmp_path: Path, element: object) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    config = {"vocab_size": 257, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"chat_template": [{"name": "default", "template": PLAIN}, element]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ReleaseError, match=r"^tokenizer_config\.json: chat_template is no list"):
+        load_tokenizer(tmp_path)

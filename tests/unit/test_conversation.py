@@ -56,7 +56,6 @@ def called(**changes: Any) -> dict[str, Any]:
             {"role": "function", "name": "weather", "content": "21"},
             {"role": "tool", "name": "weather", "content": "21"},
         ),
-        ({"role": "developer", "content": "Be brief"}, {"role": "system", "content": "Be brief"}),
         (
             {"role": "assistant", "content": "b", "reasoning_content": "so"},
             {"role": "assistant", "content": "b", "reasoning_content": "so"},

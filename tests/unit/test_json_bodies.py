@@ -160,3 +160,13 @@ def test_unique_items_are_left_out_as_a_keyword_only() -> None:
     }
     expected = {**schema, "properties": {"uniqueItems": True, "list": {"type": "array"}}}
     assert json.loads(schema_text(schema)) == expected
+
+
+@pytest.mark.parametrize("schema", [True, False])
+def test_a_schema_may_be_true_or_false(schema: bool) -> None:
+    for form in (
+        {"structured_outputs": {"json": schema}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+    ):
+        grammar = CompletionRequest.model_validate({"prompt": "a", **form}).grammar
+        assert grammar is not None and grammar.text == json.dumps(schema)

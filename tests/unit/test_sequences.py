@@ -79,6 +79,31 @@ def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelea
     assert asyncio.run(scenario()) == 3
 
 
+class EndlessEngine(EchoEngine):
+    num_ended = 0
+
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        try:
+            while True:
+                yield Step(token_ids=(65,))
+        finally:
+            self.num_ended += 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stop_string_frees_the_slot_before_the_last_delta(live: LiveRelease, n: int) -> None:
+    stop = live.tokenizer.decode([65, 65])
+    request = CompletionRequest.model_validate({"prompt": "a", "n": n, "stop": stop})
+    plan = plan_completion(request, live)
+
+    async def scenario() -> list[int]:
+        engine = EndlessEngine()
+        deltas = generate(engine, live, plan.generations, request)
+        return [engine.num_ended async for _, delta in deltas if delta.finish_reason]
+
+    assert min(asyncio.run(scenario())) >= 1
+
+
 @pytest.mark.parametrize(
     ("settings", "scored"),
     [

@@ -1,10 +1,11 @@
 """A tokenizer goes live with a network that has its tokens, and with no other."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
@@ -37,14 +38,33 @@ def with_image() -> Tokenizer:
     return tokenizer
 
 
-def test_a_tokenizer_that_is_larger_than_the_network_is_refused(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, larger(), vocab_size=NUM_TOKENS)
+def image_first() -> Tokenizer:
+    tokenizer = with_image()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<image> $A", special_tokens=[("<image>", NUM_TOKENS)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "template", "named"),
+    [
+        (larger, None, "token 'Ġworld' has the id 257"),
+        (image_first, None, "token '<image>' has the id 257"),
+        (with_image, "<image>{{ messages[0].content }}", "token '<image>' has the id 257"),
+        (with_image, "{{ bos_token }}{{ messages }}", "token '<image>' has the id 257"),
+    ],
+    ids=["vocabulary", "around each text", "in the chat template", "by its name there"],
+)
+def test_a_tokenizer_that_is_larger_than_the_network_is_refused(
+    tmp_path: Path, make: Callable[[], Tokenizer], template: str | None, named: str
+) -> None:
+    folder = folder_with(tmp_path, make(), template=template, vocab_size=NUM_TOKENS)
     with pytest.raises(ReleaseError) as raised:
         load_tokenizer(folder)
     (reason,) = raised.value.reasons
-    named = "token 'Ġworld' has the id 257"
     assert reason.startswith(f"tokenizer.json: {named}, but vocab_size in config.json is 257")
-    folder_with(tmp_path, larger(), vocab_size=NUM_TOKENS + 1)
+    folder_with(tmp_path, make(), template=template, vocab_size=NUM_TOKENS + 1)
     assert load_tokenizer(folder).vocab_size == NUM_TOKENS + 1
 
 

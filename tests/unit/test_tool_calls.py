@@ -135,7 +135,7 @@ OTHER_PARTS = [
 
 
 @settings(max_examples=400)
-@given(format=st.sampled_from([HERMES, LLAMA3_JSON]), data=st.data())
+@given(format=st.sampled_from([HERMES, LLAMA3_JSON, MISTRAL]), data=st.data())
 def test_any_text_is_read_the_same_wherever_pieces_end(
     format: ToolFormat, data: st.DataObject
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, Generation, StageError, Step
+from serving.engine import EngineError, Generation, Step
 from serving.engines.torch_engine import scheduler
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.slots import Batch
@@ -202,7 +202,7 @@ def test_a_dead_engine_says_so(published: Published) -> None:
                 await ask(engine, published.id, greedy(prompt(5)))
             await engine.unload(published.id)
             await asyncio.sleep(0)
-            with pytest.raises(StageError, match="thread died"):
+            with pytest.raises(EngineError, match="thread died"):
                 await engine.stage(published.release, published.folder)
 
     asyncio.run(scenario())

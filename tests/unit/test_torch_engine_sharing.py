@@ -48,7 +48,7 @@ def test_two_releases_generate_side_by_side_and_each_as_itself(tmp_path: Path) -
             await engine.commit(b.id)
             new = asyncio.create_task(ask(engine, b.id, greedy(prompt(5), max_tokens=20)))
             await engine.unload(a.id)
-            with pytest.raises(EngineError, match="not resident"):
+            with pytest.raises(EngineError, match="not staged"):
                 await ask(engine, a.id, greedy(prompt(5)))
             rest = tokens([step async for step in old])
             await until(lambda: list(engine.residents) == [b.id])
@@ -255,7 +255,7 @@ def test_staging_that_nobody_wants_any_more_stops(
 def test_what_is_not_resident_cannot_be_named(first: Published) -> None:
     async def scenario() -> None:
         async with engine_with() as engine:
-            with pytest.raises(EngineError, match="not resident"):
+            with pytest.raises(EngineError, match="not staged"):
                 await ask(engine, first.id, greedy(prompt(5)))
             await engine.unload(first.id)
 

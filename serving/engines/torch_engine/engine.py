@@ -10,7 +10,7 @@ import fcntl
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,8 @@ gets at least this share of a core."""
 # answers.
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
+_MAX_FAILED_STEPS = 8
+"""After so many failed steps in a row, the engine reports a failure. Some errors never end."""
 _LOCK_CHECK_SECONDS = 0.1
 
 
@@ -66,7 +68,7 @@ class Resident:
 
 
 class TorchEngine:
-    """All methods must be called on one event loop. The engine computes on a second thread and
+    """Call all methods but `dtype_of` on one event loop. The engine computes on a second thread and
     loads releases on a third."""
 
     holds_two = True
@@ -116,15 +118,13 @@ class TorchEngine:
                 await self._has_unloaded.wait()
             if release.id in self.residents:
                 return
+            self._steps.raise_failure()
             self._steps.is_core_reserved = True
             try:
                 runner, read_bytes = await self._load(release, folder)
             finally:
                 self._steps.is_core_reserved = False
-            try:
-                self._steps.add(release.id, Scheduler(runner, self._settings))
-            except EngineError as error:
-                raise StageError(f"release {release.id}: {error}") from error
+            self._steps.add(release.id, Scheduler(runner, self._settings))
             self.residents[release.id] = Resident(
                 release=release,
                 folder=folder,
@@ -165,7 +165,7 @@ class TorchEngine:
             # Steps and event loop go on meanwhile. The next release is loaded after this.
             unloaded.add_done_callback(lambda done: self._loader.submit(free, done.result()))
 
-    async def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         """Compiles the grammar, if there is one, before it submits the sequence.
 
         The release stays in memory until the sequence ends. If the iterator is closed, the next
@@ -204,7 +204,7 @@ class TorchEngine:
         try:
             return self.residents[release_id]
         except KeyError:
-            raise EngineError(f"release {release_id} is not resident") from None
+            raise EngineError(f"release {release_id} is not staged") from None
 
     def _forget(self, release_id: str) -> None:
         del self.residents[release_id]
@@ -237,8 +237,9 @@ class TorchEngine:
 
 
 class StepLoop:
-    """All methods may be called from any thread. All but `close` return at once. What they ask for
-    is done by the thread, between two steps. They raise EngineError if the thread has ended.
+    """All methods may be called from any thread. All but `close` return at once, and raise
+    EngineError if the thread has ended. `add` does its work itself; what the others ask for is done
+    by the thread, between two steps.
 
     The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
     sequences of the old release end while those of the new release already run.
@@ -254,6 +255,8 @@ class StepLoop:
         """Why the thread has ended."""
         self._schedulers: dict[str, Scheduler] = {}
         self._unloading: dict[str, Future[list[Scheduler]]] = {}
+        self._num_failed_steps = 0
+        """The number of steps that have failed since the last one that did not."""
         self._cpu_clock: int | None = None
         self.is_core_reserved = False
         """Whether steps use one thread less, so that another thread has a core. If steps used all
@@ -278,8 +281,13 @@ class StepLoop:
 
     @property
     def failure(self) -> str | None:
-        """The error that ended the thread; None while it runs."""
-        return None if self._failure is None else str(self._failure)
+        """The error that ended the thread, or that many steps in a row have failed. None while
+        there is neither."""
+        if self._failure is not None:
+            return str(self._failure)
+        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+            return f"the last {self._num_failed_steps} steps failed; the log has the errors"
+        return None
 
     @property
     def untouched_bytes(self) -> int:
@@ -296,11 +304,11 @@ class StepLoop:
 
     def next_turn(self) -> Future[None]:
         """A future that the thread completes before its next step."""
-        return self._call(self._raise_failure)
+        return self._call(self.raise_failure)
 
     def add(self, release_id: str, scheduler: Scheduler) -> None:
         with self._ending:
-            self._raise_failure()
+            self.raise_failure()
             self._schedulers[release_id] = scheduler
 
     def unload(self, release_id: str) -> Future[list[Scheduler]]:
@@ -330,11 +338,12 @@ class StepLoop:
         """Let the thread do `work` before its next step."""
         future: Future[Any] = Future()
         with self._ending:
-            self._raise_failure()
+            self.raise_failure()
             self._calls.put((future, work))
         return future
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raises EngineError if the thread has ended."""
         if self._failure is not None:
             raise self._failure
 
@@ -381,7 +390,7 @@ class StepLoop:
         if release_id in self._schedulers and release_id not in self._unloading:
             self._schedulers[release_id].submit(sequence)
         else:
-            _deliver([(sequence, EngineError(f"release {release_id} is not resident"))])
+            _deliver([(sequence, EngineError(f"release {release_id} is not staged"))])
 
     def _step_every_scheduler(self) -> None:
         every = list(self._schedulers.items())  # another thread may add one meanwhile
@@ -389,7 +398,9 @@ class StepLoop:
         for release_id, scheduler in schedulers:
             try:
                 events = scheduler.step(num_schedulers=len(schedulers))
+                self._num_failed_steps = 0
             except Exception as error:
+                self._num_failed_steps += 1
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
                 events = scheduler.fail(failure)

@@ -115,9 +115,9 @@ def logprobs(
         rows = logits[start : start + _ROWS_AT_ONCE]
         chosen = torch.tensor(token_ids[start : start + len(rows)])
         whole = rows.logsumexp(dim=-1, keepdim=True)
-        of_chosen = _reported(rows.gather(1, chosen[:, None]) - whole)[:, 0].tolist()
+        of_chosen = _reported_logprobs(rows.gather(1, chosen[:, None]) - whole)[:, 0].tolist()
         best, at = largest(rows, most)
-        values, ids = _reported(best - whole).tolist(), at.tolist()
+        values, ids = _reported_logprobs(best - whole).tolist(), at.tolist()
         for row, (logprob, token_id) in enumerate(zip(of_chosen, chosen.tolist(), strict=True)):
             count = num_top[start + row]
             top = tuple(zip(ids[row][:count], values[row][:count], strict=True))
@@ -125,7 +125,7 @@ def logprobs(
     return found
 
 
-def _reported(logprobs: Tensor) -> Tensor:
+def _reported_logprobs(logprobs: Tensor) -> Tensor:
     """`reported_logprob` of each number."""
     return logprobs.nan_to_num(nan=MIN_LOGPROB).clamp_min(MIN_LOGPROB)
 
