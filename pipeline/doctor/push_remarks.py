@@ -203,8 +203,11 @@ def _unreadable_rows(
     wanted = [
         file
         for file in files
-        if _has_checked_rows(file.path)
-        or (is_needed(file.path) and may_be_pointer(file.size_bytes))
+        if not file.is_link
+        and (
+            _has_checked_rows(file.path)
+            or (is_needed(file.path) and may_be_pointer(file.size_bytes))
+        )
     ]
     read = (*wanted, *find_paths(repository, change.new_sha, [CARD]))
     if sum(file.size_bytes for file in read) > MAX_BYTES:
@@ -213,6 +216,9 @@ def _unreadable_rows(
             f"than {MAX_BYTES // 1024**2} MiB together. {_jobs_of(pipelines)} will check all rows."
         )
         return
+    links = [file.path for file in files if file.is_link and is_needed(file.path)]
+    for path in links[:MAX_NAMED]:
+        yield f"{path}: it is a symbolic link; put the file itself in its place."
     missing = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -221,8 +227,7 @@ def _unreadable_rows(
         # client waits.
         contents = dict(read_blobs(repository, [file.oid for file in read]))
         for file in read:
-            if (content := contents.get(file.oid)) is None:
-                continue  # the blob is lost, and `pipeline doctor` says so
+            content = contents[file.oid]
             pointer = Pointer.parse(content)
             if pointer is None:
                 if file.path == CARD or _has_checked_rows(file.path):
@@ -243,5 +248,5 @@ def _unreadable_rows(
             yield from problems[:MAX_NAMED]
             if len(problems) > MAX_NAMED:
                 yield "More is wrong with other rows: see `pipeline data check`."
-            if bad or missing:
+            if bad or missing or links:
                 yield f"The job of {pipeline.name} will fail until this is corrected."

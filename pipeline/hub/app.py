@@ -186,12 +186,16 @@ async def _keep_up(settings: HubSettings, repositories: Repositories, log: Event
     """Again and again, looks for refs that moved, and removes old deliveries."""
     while True:
         await asyncio.sleep(settings.reconcile_seconds)
+        # After an error, the next time may succeed: the usual causes are a full disk and a locked
+        # database.
         try:
             await reconcile(repositories, log)
+        except Exception:
+            logger.exception("cannot look for refs that moved")
+        try:
             await run_in_threadpool(outbox.prune, log.database, settings.keep_deliveries_days)
         except Exception:
-            # The usual causes are a full disk and a locked database, so the next time may succeed.
-            logger.exception("cannot look for refs that moved, or remove old deliveries")
+            logger.exception("cannot remove old deliveries")
 
 
 probes = APIRouter()

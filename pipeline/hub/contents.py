@@ -86,6 +86,7 @@ def read_blobs(repository: Repository, shas: Sequence[str]) -> Iterator[tuple[st
 
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,8 @@ class Entry:
     """The size of git's blob. The blob of a large file is its pointer. 0 for a folder, or if the
     size was not read."""
     is_executable: bool = False
+    is_link: bool = False
+    """Whether `changed_files` found a symbolic link here. False if another function read this."""
     lfs: Pointer | None = None
     """The pointer, if the blob is a pointer to a large file. None for other blobs, or if the blob
     was not read."""
@@ -150,18 +153,20 @@ def read_tree(repository: Repository, commit: str | None) -> Mapping[str, Entry]
 
 
 def changed_files(repository: Repository, before: str | None, after: str) -> list[Entry]:
-    """The files of the commit `after` that `before` does not have, or has with other content. All
-    files if `before` is None."""
-    old = read_tree(repository, before)
-    files = [
-        entry
-        for path, entry in read_tree(repository, after).items()
-        if entry.type == "file" and entry != old.get(path)
-    ]
-    found = look_up(repository, [file.oid for file in files])
+    """The files and links of the commit `after` that `before` does not have, or has with other
+    content. All of them if `before` is None."""
+    commits = (before or _EMPTY_TREE, after)
+    options = ("-r", "-z", "--no-renames", "--diff-filter=AMT")
+    output = git(repository.folder, "diff-tree", *options, *commits)
+    # Git prints two fields for each file: ":<mode> <mode> <sha> <sha> <letter>", and the path.
+    fields = output.decode(errors="replace").split("\0")
+    pairs = zip(fields[:-1:2], fields[1::2], strict=True)
+    facts = [(path, *fact.split()[1:4:2]) for fact, path in pairs]
+    sizes = look_up(repository, [oid for _, _, oid in facts])
     return [
-        replace(file, size_bytes=each[2] if each else 0)
-        for file, each in zip(files, found, strict=True)
+        Entry(type="file", path=path, oid=oid, is_link=mode == "120000", size_bytes=found[2])
+        for (path, mode, oid), found in zip(facts, sizes, strict=True)
+        if found and found[1] == "blob"
     ]
 
 
@@ -290,14 +295,14 @@ def read_commit(repository: Repository, sha: str) -> CommitHead:
     return CommitHead(tree=tree, parents=tuple(parents.split()), message=message)
 
 
-def list_commits(repository: Repository, commit: str, *, limit: int) -> list[Commit]:
-    """The commits that `commit` leads to, newest first. limit: -1 for all of them."""
+def list_commits(repository: Repository, commit: str, *, skip: int = 0, limit: int) -> list[Commit]:
+    """The commits that `commit` leads to, newest first."""
     output = git(
         repository.folder,
         # Each field ends with a line feed, because neither an author's name nor a title can contain
         # one.
         *("log", "-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b"),
-        *(f"--max-count={limit}", commit, "--"),
+        *(f"--skip={skip}", f"--max-count={limit}", commit, "--"),
     )
     commits = []
     for record in output.decode(errors="replace").split("\0"):

@@ -59,6 +59,9 @@ _MEMORY = (
 # (in English, because LC_ALL is C), the others from git itself.
 _DISK_FULL = ("No space left", "Disk quota", "write error", "couldn't write")
 
+_BROKEN_REF = b"ignoring broken ref"
+"""Git writes this in a warning, and ends with 0."""
+
 
 def git_environment(
     extra: Mapping[str, str] | None = None, settings: Iterable[tuple[str, str]] = ()
@@ -98,15 +101,14 @@ def git(
     extra: Mapping[str, str] | None = None,
     may_exit_with: Collection[int] = (),
     seconds: float | None = None,
-    may_complain: bool = True,
     into: IO[bytes] | None = None,
 ) -> bytes:
     """Runs `git` in the bare repository `folder` and returns what it printed, or writes it to the
     file `into`. `stdin` may be a file, which git reads from its position.
 
     Raises HubError with git's own error text if the exit code is neither 0 nor in `may_exit_with`,
-    or if there is such a text and git may not complain. Raises DiskFull if the text says that the
-    disk is full. Raises TooSlow, and ends git, if git needs more than `seconds`.
+    or if git left out a ref that it cannot read. Raises DiskFull if the text says that the disk is
+    full. Raises TooSlow, and ends git, if git needs more than `seconds`.
     """
     try:
         done = subprocess.run(
@@ -122,7 +124,7 @@ def git(
         raise TooSlow(f"git {arguments[0]} needed more than {seconds:g} s.") from None
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
-    if done.returncode not in (0, *may_exit_with) or (done.stderr and not may_complain):
+    if done.returncode not in (0, *may_exit_with) or _BROKEN_REF in done.stderr:
         reason = done.stderr.decode(errors="replace").strip()
         if any(words in reason for words in _DISK_FULL):
             raise DiskFull(

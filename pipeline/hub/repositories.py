@@ -362,11 +362,8 @@ def read_refs(repository: Repository) -> Mapping[str, str]:
     Raises HubError if git cannot read a ref. Git leaves this ref out of its list, so the hub
     would otherwise record that it was deleted.
     """
-    lines = git(
-        repository.folder,
-        *("for-each-ref", "--format=%(objectname) %(refname)", *SEEN_PREFIXES),
-        may_complain=False,
-    )
+    shown = "--format=%(objectname) %(refname)"
+    lines = git(repository.folder, "for-each-ref", shown, *SEEN_PREFIXES)
     pairs = (line.split(" ", 1) for line in lines_of(lines))
     return {ref: sha for sha, ref in pairs}
 

@@ -16,18 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
-from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    AnyHttpUrl,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    TypeAdapter,
-    ValidationError,
-)
+import httpx
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from pipeline.hub.cipher import Cipher
@@ -105,15 +96,19 @@ def _refusal(host: str, address: Address) -> str:
     return f"{host} {leads} a link-local, multicast or metadata address: no webhook may call it"
 
 
-_URL = TypeAdapter(AnyHttpUrl)
-
-
 def _is_http(url: str) -> str:
     try:
-        parsed = _URL.validate_python(url)
-    except ValidationError as error:
-        raise ValueError(f"{url!r}: {error.errors()[0]['msg']}") from None
-    check_literal((parsed.host or "").strip("[]"))
+        parsed = httpx.URL(url)  # as a delivery reads it
+        host = parsed.host
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ValueError(f"{url!r}: {error}") from None
+    has_port = parsed.port is None or 0 < parsed.port < 65536
+    # httpx writes a character that no host has as `%20`.
+    if parsed.scheme not in ("http", "https") or not host or "%" in host or not has_port:
+        raise ValueError(
+            f"{url!r}: nothing can be posted there: write http://HOST:PORT/PATH, or https."
+        )
+    check_literal(host)
     return url
 
 
@@ -196,8 +191,7 @@ class StoredWebhook:
         because they may contain a secret."""
         if self.url is None:
             return f"job {self.job_id}"
-        parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return str(httpx.URL(self.url).copy_with(userinfo=b"", query=None, fragment=None))
 
     def wants(self, repository: RepositoryName, domain: Domain) -> bool:
         """Whether the webhook gets events of this domain in `repository`."""

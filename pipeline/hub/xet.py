@@ -4,7 +4,8 @@ which chunks of which xorbs make each file. The hub stores the xorbs of a reposi
 
 The client remembers which chunks it has sent to which URL, and does not send them there again. The
 URL has the id of a store. If no file can be made of the xorbs of a store, because one of them is
-lost or wrong, the hub removes the store. Clients send everything again to the URL of a new one.
+lost or wrong, the hub begins a new store. Clients send everything again to the URL of the new one.
+Uploads to the older store go on.
 
 https://huggingface.co/docs/xet describes the formats. All numbers are little-endian. The hash of a
 xorb is not checked: what counts is the sha256 of each file that is made of its chunks.
@@ -12,7 +13,6 @@ xorb is not checked: what counts is the sha256 of each file that is made of its 
 
 import contextlib
 import os
-import secrets
 import shutil
 import struct
 import threading
@@ -183,9 +183,8 @@ class XetStore:
         """The store to which clients send now. Makes one if there is none."""
         make_folder(_stores(folder), below=folder)
         with _making:
-            store = next(_stores(folder).iterdir(), _stores(folder) / secrets.token_hex(8))
-            store.mkdir(exist_ok=True)
-            os.utime(store)  # `empty` removes only a store with an old time
+            store = max(_stores(folder).iterdir(), default=None) or _begin(folder)
+            os.utime(store)  # `empty` removes only stores with an old time
         return cls(folder, store.name)
 
     def check_is_there(self) -> None:
@@ -229,8 +228,10 @@ class XetStore:
             self._files.store(self._content(file), file.sha256, file.size)
         except BadRequest:
             # The hub was restored from a backup, for example. The client remembers the xorbs that
-            # it has sent, and sends them again only to the URL of another store.
-            empty(self._folder, grace_seconds=0)
+            # it has sent, and sends them again only to the URL of another store. This store stays,
+            # because other clients may be sending to it.
+            with _making:
+                _begin(self._folder)
             raise
 
     def _content(self, file: XetFile) -> Iterator[bytes]:
@@ -269,9 +270,9 @@ class XetStore:
 
 
 def empty(folder: Path, *, grace_seconds: float) -> None:
-    """Removes the store of the repository, with its xorbs. It stays if a client began an upload to
-    it in the last `grace_seconds` seconds, because this client would have to begin again. The files
-    that were made of xorbs stay."""
+    """Removes the stores of the repository, with their xorbs. A store stays if a client began an
+    upload to it in the last `grace_seconds` seconds, because this client would have to begin again.
+    The files that were made of xorbs stay."""
     for store in _stores(folder).glob("*"):
         # While the lock is held, `current` gives this store to no client.
         with _making, contextlib.suppress(FileNotFoundError):
@@ -281,6 +282,13 @@ def empty(folder: Path, *, grace_seconds: float) -> None:
                 make_folder(doomed.parent, below=folder)
                 store.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _begin(folder: Path) -> Path:
+    """Makes an empty store. Its id is the time, so that the newest store has the greatest name."""
+    store = _stores(folder) / f"{time.time_ns():016x}"
+    store.mkdir()
+    return store
 
 
 def _stores(folder: Path) -> Path:

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -16,10 +17,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import paginate  # type: ignore[attr-defined]
 from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.errors import HubError
-from pipeline.hub.routes import administration, git_http
+from pipeline.hub.routes import administration, contents, git_http
 from tests.hub_fixtures import Receiver, RunningHub, commit_file, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -201,7 +203,9 @@ def test_a_branch_may_have_braces_in_its_name(
 
 
 @pytest.mark.parametrize("count", [2_500, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_many_commits_are_listed(hub: RunningHub, worktree: Path, count: int) -> None:
+def test_many_commits_are_listed(
+    hub: RunningHub, worktree: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = "".join(
         f"commit refs/heads/main\ncommitter Ada <ada@example.org> {1700000000 + number} +0000\n"
         f"data <<END\nCommit {number}\nEND\nM 644 inline n.txt\ndata <<END\n{number}\nEND\n\n"
@@ -217,6 +221,18 @@ def test_many_commits_are_listed(hub: RunningHub, worktree: Path, count: int) ->
     hub.git("push", "-q", "origin", "main", cwd=worktree)
     commits = hub.api.list_repo_commits("local/facts", repo_type="dataset")
     assert [one.title for one in commits] == [f"Commit {n}" for n in reversed(range(count))]
+
+    # The hub makes only the pages that are read, and a push between them moves nothing.
+    pages = mock.Mock(wraps=contents.list_commits)
+    monkeypatch.setattr(contents, "list_commits", pages)
+    headers = {"Authorization": f"Bearer {hub.token}"}
+    url = f"{hub.url}/api/datasets/local/facts/commits/main"
+    read = paginate(url, params={"limit": 3}, headers=headers)
+    first = [next(read)["id"] for _ in range(3)]
+    commit_file(hub, worktree, "late.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    assert [*first, next(read)["id"]] == [one.commit_id for one in commits[:4]]
+    assert [call.kwargs["skip"] for call in pages.call_args_list if "skip" in call.kwargs] == [0, 3]
 
 
 def test_an_empty_repository_says_so(hub: RunningHub, worktree: Path) -> None:

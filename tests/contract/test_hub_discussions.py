@@ -193,7 +193,7 @@ def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) 
     merged = talk.details(1)
     [newest, before, *_] = api.list_repo_commits(talk.id, repo_type="dataset")
     assert (merged.status, merged.merge_commit_oid) == ("merged", newest.commit_id)
-    assert newest.title == "Better rows (#1)"
+    assert newest.title == "Better rows (#1)" and "A fourth row" in newest.message
     assert before.title == "Upload c.txt with huggingface_hub"
     assert (talk.read("a.txt"), talk.read("b.txt"), talk.read("c.txt")) == (
         "1\n2\n3\n4\n",

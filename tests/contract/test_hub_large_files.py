@@ -134,6 +134,8 @@ def test_a_file_that_is_not_here_is_told(hub: RunningHub, name: str) -> None:
     assert batch(hub, name, {"oid": OID, "size": size}).json()["objects"] == [
         {"oid": OID, "size": size}
     ]
+    [told] = batch(hub, name, {"oid": OID, "size": size + 1}).json()["objects"]
+    assert (told["error"]["code"], f"has {size} bytes" in told["error"]["message"]) == (422, True)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 import sqlite3
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from standardwebhooks import Webhook as Verifier
 
+from pipeline.hub.errors import HubError
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 from tests.hub_fixtures import (
@@ -62,6 +64,9 @@ def test_a_webhook_is_created_listed_changed_and_deleted(hub: RunningHub) -> Non
         ({"url": "http://x:port/", "watched": WATCHED}, "url"),
         ({"url": "http://xn--/", "watched": WATCHED}, "url"),
         ({"url": "http://x:99999/", "watched": WATCHED}, "url"),
+        ({"url": "http://x:0/", "watched": WATCHED}, "url"),
+        ({"url": "http:example.com", "watched": WATCHED}, "http://HOST:PORT/PATH"),
+        ({"url": "http:///x", "watched": WATCHED}, "http://HOST:PORT/PATH"),
         ({"url": "http://x/", "watched": []}, "watched"),
         ({"url": "http://x/", "watched": [{"type": "planet", "name": "x"}]}, "watched.0.type"),
         ({"url": "http://x/", "watched": WATCHED, "domains": ["weather"]}, "domains.0"),
@@ -276,7 +281,9 @@ def test_what_was_pending_waits_while_the_webhook_is_disabled(
         wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
 
 
-def test_deliveries_that_ended_are_kept_for_a_while(receiver: Receiver, tmp_path: Path) -> None:
+def test_deliveries_that_ended_are_kept_for_a_while(
+    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = [{"type": "user", "name": "local"}]
     with running_hub(tmp_path / "hub") as hub:
         id = hub.api.create_webhook(url=receiver.url, watched=watched).id
@@ -284,6 +291,8 @@ def test_deliveries_that_ended_are_kept_for_a_while(receiver: Receiver, tmp_path
         wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
     with running_hub(tmp_path / "hub") as hub:
         assert len(hub.deliveries(id)) == 1
+    # Even if the hub cannot look for refs that moved.
+    monkeypatch.setattr("pipeline.hub.app.reconcile", mock.AsyncMock(side_effect=HubError("no")))
     short = {"keep_deliveries_days": 1e-9, "reconcile_seconds": 0.05}
     with running_hub(tmp_path / "hub", **short) as hub:
         wait_until(lambda: hub.deliveries(id) == [])

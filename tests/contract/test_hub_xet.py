@@ -177,6 +177,19 @@ def test_a_hub_that_lost_a_xorb_gets_it_by_the_next_upload(hub: RunningHub, name
     upload(hub, name, content)
 
 
+def test_a_shard_that_names_a_missing_xorb_disturbs_no_other_upload(
+    hub: RunningHub, name: str
+) -> None:
+    url, headers = access(hub, name)
+    refused = send_shard(hub, name, shard([("ab" * 32, 10, 0, 1)], None))
+    assert refused.status_code == 400 and "does not have the xorb" in refused.text
+    assert post(f"{url}/v1/xorbs/default/{HASH}", XORB, headers).status_code == 200
+    assert access(hub, name)[0] != url, "the client of that shard sends everything to this one"
+    terms = [(HASH, 100_000, 0, 2)]
+    assert post(f"{url}/v1/shards", shard(terms, OID), headers).json() == {"result": 1}
+    assert files_of(hub, name).path(OID).read_bytes() == CONTENT
+
+
 @pytest.mark.slow
 def test_a_file_of_several_xorbs_that_repeats_itself(
     hub: RunningHub, name: str, tmp_path: Path

@@ -118,6 +118,15 @@ def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path
         assert first == f"{file}: this large file was not uploaded: {advice}"
 
 
+def test_a_link_is_told_and_its_target_is_not_read_as_rows(hub: RunningHub, clone: Path) -> None:
+    (clone / "link.jsonl").symlink_to("good.jsonl")
+    assert push(hub, clone, {}) == [
+        "link.jsonl: it is a symbolic link; put the file itself in its place.",
+        "The job of facts will fail until this is corrected.",
+    ]
+    (clone / "link.jsonl").unlink()
+
+
 def test_a_push_of_many_small_files_is_checked_by_few_git_processes(
     hub: RunningHub, clone: Path
 ) -> None:
@@ -160,8 +169,8 @@ def test_conversations_that_the_template_refuses_are_told_before_a_first_release
 
 
 def test_characters_for_a_terminal_are_not_passed_on(hub: RunningHub, clone: Path) -> None:
-    told = push(hub, clone, {"a\u202eb.jsonl": "{no json\n"})
-    assert "a?b.jsonl, line 1" in told[0]
+    told = push(hub, clone, {"a\x1b[31m\u202eb.jsonl": "{no json\n"})
+    assert "a?[31m?b.jsonl, line 1" in told[0]
 
 
 def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> None:

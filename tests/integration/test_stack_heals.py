@@ -330,6 +330,29 @@ def test_time_in_which_the_watching_process_was_away_does_not_count() -> None:
 
 
 @pytest.mark.slow
+def test_every_service_of_a_stack_comes_back_from_a_hang(workplace: Workplace) -> None:
+    configure(workplace)
+    workplace = Workplace(workplace.folder, {**workplace.env, "PIPELINE_STACK__HANG_SECONDS": "5"})
+    with stack_up(workplace):
+        home = Home(workplace.home)
+
+        def restarts() -> dict[str, tuple[str, int]]:
+            found = workplace.json("status")["services"]
+            return {each["name"]: (each["state"], each["restarts"]) for each in found}
+
+        expected = dict.fromkeys(("hub", "serve", "runner", "receiver"), ("up", 0))
+        time.sleep(1)  # all have answered once
+        for name in expected:
+            process = child(home, name).process
+            assert process is not None
+            os.kill(process.pid, signal.SIGSTOP)
+            expected[name] = ("up", 1)
+            until(lambda: restarts() == expected)
+        urls = [workplace.url(each) for each in ("hub", "serving", "receiver")]
+        until(lambda: all(_answers(f"{url}/live") for url in urls))
+
+
+@pytest.mark.slow
 def test_a_new_tokens_file_and_another_shell_change_nothing(workplace: Workplace) -> None:
     configure(workplace)
     with stack_up(workplace):

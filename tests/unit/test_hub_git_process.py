@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hub.errors import TooSlow
+from pipeline.hub.errors import HubError, TooSlow
 from pipeline.hub.git import git
-from pipeline.hub.repositories import Repository, RepositoryName
+from pipeline.hub.repositories import Repository, RepositoryName, read_refs
 from pipeline.hub.routes.discussions import difference
 
 
@@ -26,22 +26,39 @@ def test_git_that_waits_for_ever_is_too_slow(stuck: tuple[Path, tuple[str, ...]]
         git(folder, *command, seconds=0.1)
 
 
-def test_a_difference_that_git_cannot_make_is_not_an_empty_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def facts(tmp_path: Path) -> Repository:
     git(tmp_path, "init", "-q", "--bare")
-    tree = git(tmp_path, "mktree").decode().strip()
+    name = RepositoryName(type="dataset", owner="local", name="facts")
+    return Repository(id="1", name=name, created_at=0, folder=tmp_path)
+
+
+def commit(repository: Repository, title: str) -> str:
+    tree = git(repository.folder, "mktree").decode().strip()
     who = {
         f"GIT_{role}_{field}": "ada"
         for role in ("AUTHOR", "COMMITTER")
         for field in ("NAME", "EMAIL")
     }
-    one, other = (
-        git(tmp_path, "commit-tree", tree, "-m", title, extra=who).decode().strip()
-        for title in ("one", "other")
-    )
-    name = RepositoryName(type="dataset", owner="local", name="facts")
-    facts = Repository(id="1", name=name, created_at=0, folder=tmp_path)
+    made = git(repository.folder, "commit-tree", tree, "-m", title, extra=who)
+    return made.decode().strip()
+
+
+def test_only_a_ref_that_git_cannot_read_keeps_the_hub_from_the_others(facts: Repository) -> None:
+    sha = commit(facts, "one")
+    heads = facts.folder / "refs" / "heads"
+    for name in ("main", "no..name"):  # git warns of the second one, which is no ref
+        (heads / name).write_text(f"{sha}\n")
+    assert read_refs(facts) == {"refs/heads/main": sha}
+    (heads / "main").write_text("garbage\n")
+    with pytest.raises(HubError, match="broken ref refs/heads/main"):
+        read_refs(facts)
+
+
+def test_a_difference_that_git_cannot_make_is_not_an_empty_one(
+    facts: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = (commit(facts, title) for title in ("one", "other"))
     assert difference(facts, one, one) == ""
     with caplog.at_level(logging.WARNING):
         assert "not shown, because git failed" in difference(facts, one, other)

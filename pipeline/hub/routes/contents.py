@@ -38,6 +38,7 @@ from pipeline.hub.repositories import Repository
 from pipeline.hub.service import API, FILES, TYPES, HubOf, Readable, Who
 from receiver.rules import DEFAULT_BRANCH
 
+COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
 _QUERY = frozenset(
     {"author", "search", "pipeline_tag", "limit", "full", "cardData", "config", "expand"}
@@ -132,21 +133,33 @@ def paths_info(
 
 
 @api.get("/commits/{revision:rest}")
-def commits(repository: Readable, revision: str) -> JSONResponse:
-    """All commits, newest first."""
-    commit = resolve_revision(repository, revision)
-    return JSONResponse(
-        [
-            {
-                "id": one.sha,
-                "title": one.title,
-                "message": one.message,
-                "date": iso_time(one.committed_at),
-                "authors": [{"user": one.author}],
-            }
-            for one in list_commits(repository, commit, limit=-1)
-        ]
-    )
+def commits(
+    request: Request,
+    repository: Readable,
+    revision: str,
+    p: Annotated[int, Query(ge=0, lt=10**6)] = 0,
+    limit: Annotated[int, Query(ge=1)] = COMMITS_PER_PAGE,
+    at: str | None = None,
+) -> JSONResponse:
+    """The commits, newest first. `p` is the number of the page, from 0. The link to the next page
+    also has the sha of the newest commit on the first page (`at`). So a push between two pages does
+    not change which commits are on which page."""
+    limit = min(limit, COMMITS_PER_PAGE)
+    commit = resolve_revision(repository, at or revision)
+    found = list_commits(repository, commit, skip=p * limit, limit=limit + 1)
+    items = [
+        {
+            "id": one.sha,
+            "title": one.title,
+            "message": one.message,
+            "date": iso_time(one.committed_at),
+            "authors": [{"user": one.author}],
+        }
+        for one in found[:limit]
+    ]
+    next_page = request.url.include_query_params(p=p + 1, at=commit)
+    headers = {"Link": f'<{next_page}>; rel="next"'} if len(found) > limit else {}
+    return JSONResponse(items, headers=headers)
 
 
 @files.api_route("/resolve/{revision:part}/{path:rest}", methods=["GET", "HEAD"])

@@ -42,6 +42,8 @@ from receiver.rules import DEFAULT_BRANCH
 logger = logging.getLogger(__name__)
 
 MAX_DIFF_BYTES = 1024 * 1024
+MAX_TITLES = 250
+"""How many commits of a pull request the message of its merge names: the newest ones."""
 MAX_SECONDS = 30.0
 """How long git may take to compare or merge two commits. A merge holds the repository's lock."""
 _CUT = "\n[The difference is longer, and is cut here.]\n"
@@ -186,7 +188,9 @@ def merge(
             "cannot be merged: open another one."
         )
     base, head = refs[found.base], refs[found.ref]
-    message = f"{found.title} (#{num})\n"
+    titles = ("--reverse", f"--max-count={MAX_TITLES}", "--format=- %s (%H)", f"{base}..{head}")
+    listed = git(repository.folder, "log", *titles).decode(errors="replace")
+    message = f"{found.title} (#{num})\n\n{listed}"
     commit = squash(repository, base, head, message=message, author=signature(identity))
     with hub.database.write() as connection:
         _set_status(connection, hub.log, repository, identity, num, "merged", body.comment, commit)

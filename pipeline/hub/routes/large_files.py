@@ -74,6 +74,9 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
     """The hub's answer for one file of a batch."""
     told: Json = {"oid": wanted.oid, "size": wanted.size}
     files, limit = LargeFiles(repository.folder), hub.settings.max_push_bytes
+    if (size := files.size(wanted.oid)) not in (None, wanted.size):
+        message = f"The file with this sha256 has {size} bytes: send the file's true size."
+        return {**told, "error": {"code": 422, "message": message}}
     if batch.operation == "upload":
         method = "PUT"
         if files.keep(wanted.oid):
@@ -83,7 +86,7 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
             return {**told, "error": {"code": 422, "message": message}}
     else:
         method = "GET"
-        if files.size(wanted.oid) is None:
+        if size is None:
             missing = f"The {repository.name} does not have this large file"
             message = f"{missing}: push it from a clone that has it."
             return {**told, "error": {"code": 404, "message": message}}
