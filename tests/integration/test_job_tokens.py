@@ -44,5 +44,6 @@ def test_a_running_job_swaps_and_one_that_ended_or_is_of_another_pipeline_does_n
         store.finish(held["answers"][0], "runner", None)
         assert swap(server, held["answers"][1]) == 403
         assert swap(server, tokens.admin) == 403, "this server has another admin token"
+        store.close()
         home.jobs_database.write_bytes(b"no database" * 100)
         assert swap(server, held["answers"][1]) == 503, "the job asks again"
