@@ -17,7 +17,7 @@ from pathlib import Path
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
-from serving.openai_schemas import RequestError
+from serving.request_errors import RequestError
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
 

@@ -26,13 +26,8 @@ from serving.admission import Admission, LiveRelease
 from serving.detokenizer import Delta, TextReader
 from serving.engine import Engine, Generation
 from serving.metrics import Metrics, RequestTimes
-from serving.openai_schemas import (
-    RequestError,
-    SamplingRequest,
-    invalid,
-    model_not_found,
-    translated,
-)
+from serving.openai_schemas import SamplingRequest
+from serving.request_errors import RequestError, invalid, model_not_found, translated
 from serving.settings import ServingSettings
 
 _json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

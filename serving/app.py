@@ -37,7 +37,7 @@ from serving.http.server import (
     listening_socket,
 )
 from serving.metrics import Metrics
-from serving.openai_schemas import RETRY_AFTER, RequestError, model_not_found, translated
+from serving.request_errors import RETRY_AFTER, RequestError, model_not_found, translated
 from serving.settings import ServingSettings, choose_engine
 from serving.swap import Swapper
 from serving.swap_schemas import SwapRequest

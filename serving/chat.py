@@ -37,9 +37,9 @@ from serving.openai_schemas import (
     FewItems,
     Part,
     SamplingRequest,
-    invalid,
     schema_text,
 )
+from serving.request_errors import invalid
 
 _DECODER = json.JSONDecoder()
 _SEPARATORS = r"\s\[\],;"

@@ -12,13 +12,8 @@ from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
 from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
-from serving.openai_schemas import (
-    MIN_SEED,
-    CompletionRequest,
-    RequestError,
-    SamplingRequest,
-    invalid,
-)
+from serving.openai_schemas import MIN_SEED, CompletionRequest, SamplingRequest
+from serving.request_errors import RequestError, invalid
 from serving.tokenizer import ReleaseTokenizer
 
 MAX_STEP_TOKENS = 16

@@ -107,7 +107,7 @@ def _job_may_swap(
     token: str, settings: Settings, home: Home, tokens: Tokens, pipeline: str
 ) -> bool:
     """Raises RequestError 503 if the job store fails: a job then asks again."""
-    from serving.openai_schemas import RequestError
+    from serving.request_errors import RequestError
 
     try:
         return is_token_of_running_job(token, settings, home, tokens, pipeline=pipeline)

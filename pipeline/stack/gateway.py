@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.http.requests import LimitedBodies
-from serving.openai_schemas import RequestError
+from serving.request_errors import RequestError
 
 ASK_SECONDS = 5.0
 """How long the gateway waits for the answer of a server to its own questions, such as `/health`."""

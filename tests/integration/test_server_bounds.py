@@ -17,7 +17,8 @@ from serving.admission import LiveRelease
 from serving.answer import generate
 from serving.completions import CompletionPlan, encode_prompt, make_generations
 from serving.engine import Generation, Step
-from serving.openai_schemas import CompletionRequest, RequestError
+from serving.openai_schemas import CompletionRequest
+from serving.request_errors import RequestError
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, Generation, StageError, Step
+from serving.engine import EngineError, Generation, StageError, Step, measure_probe
 from serving.errors import ReleaseError
-from serving.swap import measure_probe
 from serving.weights import release_store
 from serving.weights.release import Probe, ProbeText
 from tests.echo_engine import EchoEngine

@@ -14,13 +14,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
 
 from serving.chat import ChatRequest
 from serving.http.requests import LARGE_JSON_BYTES, MAX_COMMAS, json_routes
-from serving.openai_schemas import (
-    MAX_ITEMS,
-    MAX_SHOWN,
-    CompletionRequest,
-    from_validation,
-    schema_text,
-)
+from serving.openai_schemas import MAX_ITEMS, CompletionRequest, schema_text
+from serving.request_errors import MAX_SHOWN, from_validation
 
 BODIES: dict[str, TypeAdapter[Any]] = {
     "completions": TypeAdapter(CompletionRequest),

@@ -21,7 +21,7 @@ from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.tokens import sequences
 from serving.admission import LiveRelease
 from serving.chat import ChatRequest, encode_chat
-from serving.openai_schemas import RequestError
+from serving.request_errors import RequestError
 from serving.tokenizer import load_tokenizer
 from serving.weights.release import Release
 from tests.smollm2 import NAME

@@ -11,7 +11,8 @@ from serving.admission import LiveRelease
 from serving.answer import generate
 from serving.completions import plan_completion
 from serving.engine import EngineError, Generation, Step
-from serving.openai_schemas import CompletionRequest, RequestError
+from serving.openai_schemas import CompletionRequest
+from serving.request_errors import RequestError
 from serving.tokenizer import load_tokenizer
 from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_release
