@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.formats import Pointer
+from pipeline.hub import xet
 from pipeline.hub.garbage import purge
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.repositories import Repository
-from pipeline.hub.routes.large_files import xet
 from pipeline.hub.service import stopped_hub
 from pipeline.hub.xet import XetStore
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
