@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
@@ -72,8 +73,8 @@ async def generate(
     try:
         while running:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                number, delta = task.result()
+            # In the order of the sequences: clients expect that the first one begins.
+            for number, delta in sorted((task.result() for task in done), key=itemgetter(0)):
                 # Nothing is asked of the engine while a client reads slowly. If it reads nothing
                 # for too long, the server closes its connection (`READING_SECONDS` in `app.py`).
                 yield number, delta
