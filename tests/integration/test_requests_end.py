@@ -112,6 +112,7 @@ def test_a_client_that_pipelines_and_hangs_up_frees_its_slot(slow: Slow) -> None
         until(lambda: slow.num_running == 1)
     until(lambda: slow.num_running == 0)
     until(slow.is_idle)
+    assert slow.num_running == 0, "long before the answer would have ended"
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -52,6 +52,17 @@ def test_one_sequence_that_fails_in_any_way_ends_all(live: LiveRelease) -> None:
         asyncio.run(scenario())
 
 
+def test_what_arrives_together_is_in_the_order_of_the_sequences(live: LiveRelease) -> None:
+    request = CompletionRequest.model_validate({"prompt": "a", "n": 16, "max_tokens": 1})
+    plan = plan_completion(request, live)
+
+    async def scenario() -> list[int]:
+        deltas = generate(EchoEngine(), live, plan.generations, request)
+        return list(dict.fromkeys([number async for number, _ in deltas]))
+
+    assert asyncio.run(scenario()) == list(range(16))
+
+
 class EngineThatFailsAtTheEnd(EchoEngine):
     num_ended = 0
 
