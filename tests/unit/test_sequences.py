@@ -52,12 +52,17 @@ def test_one_sequence_that_fails_in_any_way_ends_all(live: LiveRelease) -> None:
         asyncio.run(scenario())
 
 
+class OneTokenEngine(EchoEngine):
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        yield Step(token_ids=(65,), finish_reason="length")
+
+
 def test_what_arrives_together_is_in_the_order_of_the_sequences(live: LiveRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 16, "max_tokens": 1})
     plan = plan_completion(request, live)
 
     async def scenario() -> list[int]:
-        deltas = generate(EchoEngine(), live, plan.generations, request)
+        deltas = generate(OneTokenEngine(), live, plan.generations, request)
         return list(dict.fromkeys([number async for number, _ in deltas]))
 
     assert asyncio.run(scenario()) == list(range(16))
