@@ -321,14 +321,6 @@ def test_a_file_takes_the_place_of_a_submodule(dataset: Dataset, tmp_path: Path)
     assert dataset.files() == {"sub": b"1\n"}
 
 
-def test_what_is_there_already_is_not_sent_again(dataset: Dataset) -> None:
-    dataset.commit(add("a.txt"), add("b.txt"))
-    before = dataset.head
-    dataset.commit(add("a.txt"), add("b.txt", b"2\n"))
-    assert dataset.titles() == ["Change", "Change", "initial commit"]
-    assert dataset.commit(add("a.txt"), add("b.txt", b"2\n")) == dataset.head != before
-
-
 def test_twenty_clients_write_at_once_and_each_commit_is_one_event(
     dataset: Dataset, receiver: Receiver
 ) -> None:

@@ -66,9 +66,7 @@ def odd(hub: RunningHub, tmp_path: Path) -> Odd:
     return Odd(hub, folder, id)
 
 
-def read(
-    odd: Odd, tmp_path: Path, *, with_content: bool = True
-) -> tuple[dict[str, int], GitRefs, list[GitCommitInfo]]:
+def read(odd: Odd, tmp_path: Path) -> tuple[dict[str, int], GitRefs, list[GitCommitInfo]]:
     """Through every route that reads: the files and their sizes, the refs, the commits."""
     api, options = odd.hub.api, {"repo_type": "dataset"}
     info = api.dataset_info(odd.id, files_metadata=True)
@@ -82,9 +80,8 @@ def read(
     for entry in entries:
         if not hasattr(entry, "size"):
             assert list(api.list_repo_tree(odd.id, entry.path, **options))  # type: ignore[arg-type]
-    if with_content:
-        snapshot = api.snapshot_download(odd.id, cache_dir=tmp_path / "cache", **options)  # type: ignore[call-overload]
-        assert {path: (Path(snapshot) / path).stat().st_size for path in files} == sizes
+    snapshot = api.snapshot_download(odd.id, cache_dir=tmp_path / "cache", **options)  # type: ignore[call-overload]
+    assert {path: (Path(snapshot) / path).stat().st_size for path in files} == sizes
     fs = HfFileSystem(endpoint=odd.hub.url, token=odd.hub.token)
     fs.invalidate_cache()
     assert sorted(fs.find(f"datasets/{odd.id}")) == sorted(
@@ -184,17 +181,3 @@ def test_a_repository_may_have_many_refs(odd: Odd, tmp_path: Path) -> None:
     (stored / "packed-refs").write_text(f"# pack-refs with: peeled fully-peeled sorted \n{packed}")
     _, refs, _ = read(odd, tmp_path)
     assert len(refs.tags) == 10_000
-
-
-@pytest.mark.slow
-def test_a_file_of_1_gib_is_listed_and_read_in_parts(odd: Odd, tmp_path: Path) -> None:
-    size = 1024**3
-    with (odd.folder / "zeros").open("wb") as zeros:
-        zeros.truncate(size)
-    blob = odd.git("hash-object", "-w", "zeros").encode()
-    (odd.folder / "zeros").unlink()
-    odd.push(odd.commit(odd.tree(b"100644 blob %s\tzeros" % blob)))
-    assert read(odd, tmp_path, with_content=False)[0] == {"zeros": size}
-    fs = HfFileSystem(endpoint=odd.hub.url, token=odd.hub.token)
-    with fs.open(f"datasets/{odd.id}/zeros", "rb", block_size=1024) as remote:
-        assert remote.read(10) == bytes(10)

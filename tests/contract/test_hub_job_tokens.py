@@ -77,20 +77,6 @@ def test_commits_and_tags_of_a_job_have_the_job_as_their_author(
     assert hub.git("rev-parse", "checked^{commit}", cwd=tmp_path / "facts") == made.oid
 
 
-def test_a_commit_with_the_token_of_a_job_fires_no_webhook(
-    hub: RunningHub, store: JobStore
-) -> None:
-    """Otherwise a job that writes to its own dataset would start a job again and again."""
-    facts = {"repo_id": "local/facts", "repo_type": "dataset"}
-    watched = [{"type": "dataset", "name": "local/facts"}]
-    webhook = hub.api.create_webhook(url="http://127.0.0.1:9", watched=watched)
-    api = HfApi(endpoint=hub.url, token=attempt_token(started(store), SECRET_KEY))
-    api.upload_file(path_or_fileobj=b"{}", path_in_repo="of-the-job.json", **facts)
-    assert hub.deliveries(webhook.id) == []
-    made = hub.api.upload_file(path_or_fileobj=b"{}", path_in_repo="other.json", **facts)
-    assert [one["new_sha"] for one in hub.deliveries(webhook.id)] == [made.oid]
-
-
 def test_a_job_sends_and_fetches_large_files_until_its_attempt_ends(
     hub: RunningHub, store: JobStore
 ) -> None:

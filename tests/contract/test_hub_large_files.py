@@ -207,21 +207,6 @@ def test_a_url_expires(hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPat
     assert (answer.status_code, "it has expired" in answer.json()["error"]) == (403, True)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [CONTENT[:-1], CONTENT + b"x", CONTENT[:-1] + b"x", b""],
-    ids=["truncated", "longer", "changed", "empty"],
-)
-def test_what_is_not_the_announced_file_leaves_nothing(
-    hub: RunningHub, name: str, content: bytes
-) -> None:
-    answer = put(href(hub, name), content)
-    assert answer.status_code == 400
-    assert "send" in answer.json()["error"]
-    files = files_of(hub, name)
-    assert (list(files.oids()), list(files.incoming.iterdir())) == ([], [])
-
-
 @pytest.mark.usefixtures("no_xet")
 def test_a_file_that_changes_while_it_is_sent_is_not_stored(
     hub: RunningHub, name: str, tmp_path: Path

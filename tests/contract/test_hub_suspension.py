@@ -11,11 +11,9 @@ from receiver.webhooks import get_webhook
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
-    recording_receiver,
     running_hub,
     wait_until,
 )
-from tests.ports import free_port
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -90,37 +88,6 @@ def test_what_used_up_its_schedule_is_dead_for_itself_alone(
         assert status(hub, id) == "suspended"
         hub.create_dataset("local/b")
         wait_until(lambda: states(hub, id) == ["dead", "delivered"])
-        assert status(hub, id) == "enabled"
-
-
-def test_a_suspension_outlives_the_hub_and_another_url_ends_it(
-    receiver: Receiver, tmp_path: Path
-) -> None:
-    with running_hub(tmp_path / "hub", **PATIENT) as hub:
-        receiver.answers = [DOWN]
-        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-        hub.create_dataset("local/a")
-        wait_until(lambda: status(hub, id) == "suspended")
-    with running_hub(tmp_path / "hub", **PATIENT) as hub:
-        assert status(hub, id) == "suspended"
-        assert len(receiver.received) == 1
-        hub.api.update_webhook(id, url=f"{receiver.url}/moved")
-        assert receiver.wait_for(2)[1].path == "/webhooks/record/moved"
-        wait_until(lambda: states(hub, id) == ["delivered"])
-        assert status(hub, id) == "enabled"
-
-
-def test_what_nobody_listened_to_is_sent_when_the_receiver_is_back(tmp_path: Path) -> None:
-    settings = PATIENT | {"refused_min_seconds": 0.01, "refused_max_seconds": 0.05}
-    port = free_port()
-    with running_hub(tmp_path / "hub", **settings) as hub:
-        url = f"http://127.0.0.1:{port}/"
-        id = hub.api.create_webhook(url=url, watched=WATCHED).id
-        hub.create_dataset("local/a")
-        wait_until(lambda: status(hub, id) == "suspended")
-        with recording_receiver(port) as back:
-            wait_until(lambda: states(hub, id) == ["delivered"])
-            assert told(back) == ["local/a"]
         assert status(hub, id) == "enabled"
 
 

@@ -190,18 +190,6 @@ def test_a_shard_that_names_a_missing_xorb_disturbs_no_other_upload(
     assert files_of(hub, name).path(OID).read_bytes() == CONTENT
 
 
-@pytest.mark.slow
-def test_a_file_of_several_xorbs_that_repeats_itself(
-    hub: RunningHub, name: str, tmp_path: Path
-) -> None:
-    part = os.urandom(40_000_000)
-    file = tmp_path / "large"
-    file.write_bytes(part + os.urandom(50_000_000) + part + os.urandom(20_000_000))
-    upload(hub, name, file)
-    assert len(xorbs_of(hub, name)) >= 2
-    assert sum(xorbs_of(hub, name).values()) < 115_000_000
-
-
 def test_a_shard_puts_chunks_together(hub: RunningHub, name: str) -> None:
     assert send_xorb(hub, name, XORB, HASH).json() == {"was_inserted": True}
     turned = CONTENT[60_000:] + CONTENT[:60_000]
