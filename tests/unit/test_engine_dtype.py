@@ -1,6 +1,5 @@
 """Which type of number an engine computes in, where the settings leave it to the release."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -54,18 +53,14 @@ def test_a_torch_without_the_private_function_computes_in_float32(
     assert not is_fast_in_bfloat16("cpu")
 
 
-def test_a_release_in_bfloat16_is_within_the_bound_of_its_probe(tmp_path: Path) -> None:
+async def test_a_release_in_bfloat16_is_within_the_bound_of_its_probe(tmp_path: Path) -> None:
     network = build(llama_config(), 1, torch.bfloat16)
     exact = build(llama_config(), 1).float()
     exact.load_state_dict(network.state_dict())
     found = make_probe(exact, [prompt(20, 1), prompt(12, 2)])
     published = publish(network, tmp_path, probe=found)
-
-    async def largest() -> float:
-        async with engine_with(published) as engine:
-            bound = found.bounds[engine.dtype_of(published.release)]
-            difference, reasons = await measure_probe(engine, published.id, found, bound)
-            assert reasons == []
-            return difference
-
-    assert asyncio.run(largest()) > 0
+    async with engine_with(published) as engine:
+        bound = found.bounds[engine.dtype_of(published.release)]
+        difference, reasons = await measure_probe(engine, published.id, found, bound)
+        assert reasons == []
+    assert difference > 0

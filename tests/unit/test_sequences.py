@@ -57,15 +57,12 @@ class OneTokenEngine(EchoEngine):
         yield Step(token_ids=(65,), finish_reason="length")
 
 
-def test_what_arrives_together_is_in_the_order_of_the_sequences(live: LiveRelease) -> None:
+async def test_what_arrives_together_is_in_the_order_of_the_sequences(live: LiveRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 16, "max_tokens": 1})
     plan = plan_completion(request, live)
-
-    async def scenario() -> list[int]:
-        deltas = generate(OneTokenEngine(), live, plan.generations, request)
-        return list(dict.fromkeys([number async for number, _ in deltas]))
-
-    assert asyncio.run(scenario()) == list(range(16))
+    deltas = generate(OneTokenEngine(), live, plan.generations, request)
+    found = list(dict.fromkeys([number async for number, _ in deltas]))
+    assert found == list(range(16))
 
 
 class EngineThatFailsAtTheEnd(EchoEngine):
@@ -80,20 +77,16 @@ class EngineThatFailsAtTheEnd(EchoEngine):
             raise EngineError("the connection is gone")
 
 
-def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelease) -> None:
+async def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 3})
     plan = plan_completion(request, live)
-
-    async def scenario() -> int:
-        engine = EngineThatFailsAtTheEnd()
-        async with asyncio.timeout(10):
-            deltas = generate(engine, live, plan.generations, request)
-            await anext(deltas)
-            await deltas.aclose()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return engine.num_ended
-
-    assert asyncio.run(scenario()) == 3
+    engine = EngineThatFailsAtTheEnd()
+    async with asyncio.timeout(10):
+        deltas = generate(engine, live, plan.generations, request)
+        await anext(deltas)
+        await deltas.aclose()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert engine.num_ended == 3
 
 
 class EndlessEngine(EchoEngine):
@@ -108,17 +101,16 @@ class EndlessEngine(EchoEngine):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_stop_string_frees_the_slot_before_the_last_delta(live: LiveRelease, n: int) -> None:
+async def test_a_stop_string_frees_the_slot_before_the_last_delta(
+    live: LiveRelease, n: int
+) -> None:
     stop = live.tokenizer.decode([65, 65])
     request = CompletionRequest.model_validate({"prompt": "a", "n": n, "stop": stop})
     plan = plan_completion(request, live)
-
-    async def scenario() -> list[int]:
-        engine = EndlessEngine()
-        deltas = generate(engine, live, plan.generations, request)
-        return [engine.num_ended async for _, delta in deltas if delta.finish_reason]
-
-    assert min(asyncio.run(scenario())) >= 1
+    engine = EndlessEngine()
+    deltas = generate(engine, live, plan.generations, request)
+    found = [engine.num_ended async for _, delta in deltas if delta.finish_reason]
+    assert min(found) >= 1
 
 
 @pytest.mark.parametrize(

@@ -60,198 +60,165 @@ def slow_prompts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[bo
 
 
 @pytest.mark.parametrize("decoding_seconds", [0.0, 0.03])
-def test_a_step_beside_running_streams_keeps_to_its_seconds(
+async def test_a_step_beside_running_streams_keeps_to_its_seconds(
     decoding_seconds: float, published: Published, slow_prompts: Any
 ) -> None:
     """The time that the streams take themselves does not count."""
-
-    async def scenario() -> list[int]:
-        # Not a multiple of 2 ms: the learned speed differs from it by rounding.
-        async with engine_with(published, step_seconds=0.051) as engine:
-            runner = scheduler_of(engine, published.id)._runner
-            sizes = slow_prompts(runner, decoding_seconds)
-            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
-            for _ in range(3):
-                await anext(running)
-            await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
-            return [count for decodes, count in sizes if decodes and count]
-
     # Nothing is known of the first: 16. Each of the next ones has 0.051 s at 2 ms a token.
-    assert asyncio.run(scenario()) == [16, 25, 25, 25, 9]
+    # Not a multiple of 2 ms: the learned speed differs from it by rounding.
+    async with engine_with(published, step_seconds=0.051) as engine:
+        runner = scheduler_of(engine, published.id)._runner
+        sizes = slow_prompts(runner, decoding_seconds)
+        running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
+        for _ in range(3):
+            await anext(running)
+        await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
+        found = [count for decodes, count in sizes if decodes and count]
+    assert found == [16, 25, 25, 25, 9]
 
 
-def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
+async def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
     published: Published, tmp_path: Path, slow_prompts: Any
 ) -> None:
     other = publish(build(llama_config(), seed=1), tmp_path)
-
-    async def scenario() -> list[int]:
-        async with engine_with(published, other, step_seconds=0.1) as engine:
-            sizes = slow_prompts(scheduler_of(engine, other.id)._runner)
-            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
-            await anext(running)
-            await ask(engine, other.id, greedy(prompt(100), max_tokens=0))
-            async for _ in running:
-                pass
-            await until(lambda: not engine._steps.is_busy)
-            await ask(engine, other.id, greedy(prompt(100, seed=1), max_tokens=0))
-            return [count for _, count in sizes]
-
     # Each of two schedulers has half of 0.1 s: 25 tokens at 2 ms.
-    assert asyncio.run(scenario()) == [16, 25, 25, 25, 9, 100]
+    async with engine_with(published, other, step_seconds=0.1) as engine:
+        sizes = slow_prompts(scheduler_of(engine, other.id)._runner)
+        running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
+        await anext(running)
+        await ask(engine, other.id, greedy(prompt(100), max_tokens=0))
+        async for _ in running:
+            pass
+        await until(lambda: not engine._steps.is_busy)
+        await ask(engine, other.id, greedy(prompt(100, seed=1), max_tokens=0))
+        found = [count for _, count in sizes]
+    assert found == [16, 25, 25, 25, 9, 100]
 
 
-def test_more_sequences_than_slots_all_get_their_tokens(published: Published) -> None:
+async def test_more_sequences_than_slots_all_get_their_tokens(published: Published) -> None:
     asked = [greedy(prompt(3 + i, seed=i), max_tokens=2 + 3 * i % 11) for i in range(12)]
-
-    async def scenario() -> list[list[int]]:
-        async with engine_with(published, max_batch=3, max_batch_tokens=20) as engine:
-            return await ask_all(engine, published.id, asked)
-
-    assert asyncio.run(scenario()) == [
-        expected(published.network, one.prompt, one.max_tokens) for one in asked
-    ]
+    async with engine_with(published, max_batch=3, max_batch_tokens=20) as engine:
+        found = await ask_all(engine, published.id, asked)
+    assert found == [expected(published.network, one.prompt, one.max_tokens) for one in asked]
 
 
-def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
+async def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
     published: Published,
 ) -> None:
-    async def scenario() -> tuple[list[int], list[int], int]:
-        async with engine_with(published, max_batch_tokens=16) as engine:
-            running = engine.generate(published.id, greedy(prompt(5), max_tokens=40))
-            found = tokens([await anext(running)])
-            batches: list[Batch] = []
-            runner = scheduler_of(engine, published.id)._runner
-            forward = runner.forward
-            runner.forward = lambda batch: batches.append(batch) or forward(batch)
-            late = asyncio.create_task(
-                ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=5))
-            )
-            found += tokens([step async for step in running])
-            answer = tokens(await late)
-            both = [batch for batch in batches if batch.chunks and batch.token_ids]
-            assert all(sum(len(c.token_ids) for c in batch.chunks) <= 16 for batch in both)
-            return found, answer, len(both)
-
-    found, answer, num_both = asyncio.run(scenario())
+    async with engine_with(published, max_batch_tokens=16) as engine:
+        running = engine.generate(published.id, greedy(prompt(5), max_tokens=40))
+        found = tokens([await anext(running)])
+        batches: list[Batch] = []
+        runner = scheduler_of(engine, published.id)._runner
+        forward = runner.forward
+        runner.forward = lambda batch: batches.append(batch) or forward(batch)
+        late = asyncio.create_task(
+            ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=5))
+        )
+        found += tokens([step async for step in running])
+        answer = tokens(await late)
+        both = [batch for batch in batches if batch.chunks and batch.token_ids]
+        assert all(sum(len(c.token_ids) for c in batch.chunks) <= 16 for batch in both)
     assert found == expected(published.network, prompt(5), 40)
     assert answer == expected(published.network, prompt(100, seed=1), 5)
-    assert num_both >= 7
+    assert len(both) >= 7
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped", "cancelled"])
-def test_a_stream_that_ends_early_frees_its_slot(how: str, published: Published) -> None:
-    async def scenario() -> list[int]:
-        async with engine_with(published, max_batch=1) as engine:
-            stream: Any = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
-            await anext(stream)
-            if how == "closed":
-                await stream.aclose()
-                assert [step async for step in stream] == []
-            elif how == "dropped":
-                del stream
-                gc.collect()
-            else:
-                waiting = asyncio.create_task(ask(engine, published.id, greedy(prompt(6), 100)))
-                await stream.aclose()
-                await asyncio.sleep(0)
-                waiting.cancel()
-                await asyncio.wait([waiting])
-                del waiting
-                gc.collect()
-            async with asyncio.timeout(10):
-                answer = tokens(await ask(engine, published.id, greedy(prompt(7))))
-            await until(lambda: not engine._steps.is_busy)
-            return answer
-
-    assert asyncio.run(scenario()) == expected(published.network, prompt(7))
-
-
-def test_a_failing_step_fails_its_requests_and_no_later_one(published: Published) -> None:
-    async def scenario() -> list[int]:
-        async with engine_with(published) as engine:
-            runner = scheduler_of(engine, published.id)._runner
-            forward = runner.forward
-
-            def fail(batch: Batch) -> Any:
-                raise RuntimeError("out of luck")
-
-            runner.forward = fail
-            both = await asyncio.gather(
-                *(ask(engine, published.id, greedy(prompt(5 + i))) for i in range(2)),
-                return_exceptions=True,
-            )
-            assert all(isinstance(one, EngineError) and "out of luck" in str(one) for one in both)
-            runner.forward = forward
-            return tokens(await ask(engine, published.id, greedy(prompt(5))))
-
-    assert asyncio.run(scenario()) == expected(published.network, prompt(5))
-
-
-def test_a_dead_engine_says_so(published: Published) -> None:
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-
-            def die(batch: Batch) -> Any:
-                raise SystemExit("killed")
-
-            scheduler_of(engine, published.id)._runner.forward = die
-            with pytest.raises(EngineError, match="thread died"):
-                await ask(engine, published.id, greedy(prompt(5)))
-            with pytest.raises(EngineError, match="thread died"):
-                await ask(engine, published.id, greedy(prompt(5)))
-            await engine.unload(published.id)
+async def test_a_stream_that_ends_early_frees_its_slot(how: str, published: Published) -> None:
+    async with engine_with(published, max_batch=1) as engine:
+        stream: Any = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
+        await anext(stream)
+        if how == "closed":
+            await stream.aclose()
+            assert [step async for step in stream] == []
+        elif how == "dropped":
+            del stream
+            gc.collect()
+        else:
+            waiting = asyncio.create_task(ask(engine, published.id, greedy(prompt(6), 100)))
+            await stream.aclose()
             await asyncio.sleep(0)
-            with pytest.raises(EngineError, match="thread died"):
-                await engine.stage(published.release, published.folder)
-
-    asyncio.run(scenario())
-
-
-def test_closing_ends_what_runs(published: Published) -> None:
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            stream = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
-            await anext(stream)
-            await engine.close()
-            with pytest.raises(EngineError, match="closed"):
-                async for _ in stream:
-                    pass
-            with pytest.raises(EngineError, match="closed"):
-                await ask(engine, published.id, greedy(prompt(5)))
-
-    asyncio.run(scenario())
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            del waiting
+            gc.collect()
+        async with asyncio.timeout(10):
+            answer = tokens(await ask(engine, published.id, greedy(prompt(7))))
+        await until(lambda: not engine._steps.is_busy)
+    assert answer == expected(published.network, prompt(7))
 
 
-def test_a_prompt_that_does_not_fit_is_refused(published: Published) -> None:
+async def test_a_failing_step_fails_its_requests_and_no_later_one(published: Published) -> None:
+    async with engine_with(published) as engine:
+        runner = scheduler_of(engine, published.id)._runner
+        forward = runner.forward
+
+        def fail(batch: Batch) -> Any:
+            raise RuntimeError("out of luck")
+
+        runner.forward = fail
+        both = await asyncio.gather(
+            *(ask(engine, published.id, greedy(prompt(5 + i))) for i in range(2)),
+            return_exceptions=True,
+        )
+        assert all(isinstance(one, EngineError) and "out of luck" in str(one) for one in both)
+        runner.forward = forward
+        found = tokens(await ask(engine, published.id, greedy(prompt(5))))
+    assert found == expected(published.network, prompt(5))
+
+
+async def test_a_dead_engine_says_so(published: Published) -> None:
+    async with engine_with(published) as engine:
+
+        def die(batch: Batch) -> Any:
+            raise SystemExit("killed")
+
+        scheduler_of(engine, published.id)._runner.forward = die
+        with pytest.raises(EngineError, match="thread died"):
+            await ask(engine, published.id, greedy(prompt(5)))
+        with pytest.raises(EngineError, match="thread died"):
+            await ask(engine, published.id, greedy(prompt(5)))
+        await engine.unload(published.id)
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="thread died"):
+            await engine.stage(published.release, published.folder)
+
+
+async def test_closing_ends_what_runs(published: Published) -> None:
+    async with engine_with(published) as engine:
+        stream = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
+        await anext(stream)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineError, match="closed"):
+            await ask(engine, published.id, greedy(prompt(5)))
+
+
+async def test_a_prompt_that_does_not_fit_is_refused(published: Published) -> None:
     """The prompts of requests were checked before, but not the texts of a probe."""
-
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            with pytest.raises(EngineError, match="129 tokens does not fit"):
-                await ask(engine, published.id, greedy(prompt(129)))
-
-    asyncio.run(scenario())
+    async with engine_with(published) as engine:
+        with pytest.raises(EngineError, match="129 tokens does not fit"):
+            await ask(engine, published.id, greedy(prompt(129)))
 
 
-def answers(published: Published, *generations: Generation) -> list[list[Step]]:
-    async def all_of_them() -> list[list[Step]]:
-        async with engine_with(published) as engine:
-            return await asyncio.gather(*(ask(engine, published.id, g) for g in generations))
-
-    return asyncio.run(all_of_them())
+async def answers(published: Published, *generations: Generation) -> list[list[Step]]:
+    async with engine_with(published) as engine:
+        return await asyncio.gather(*(ask(engine, published.id, g) for g in generations))
 
 
-def test_the_first_token_comes_at_once_and_the_others_together(published: Published) -> None:
+async def test_the_first_token_comes_at_once_and_the_others_together(published: Published) -> None:
     asked = greedy(prompt(5), max_tokens=12, max_step_tokens=4)
-    (steps,) = answers(published, asked)
+    (steps,) = await answers(published, asked)
     assert [len(step.token_ids) for step in steps] == [1, 4, 4, 3]
     assert [step.finish_reason for step in steps] == [None, None, None, "length"]
 
 
-def test_they_are_what_single_steps_bring(published: Published) -> None:
+async def test_they_are_what_single_steps_bring(published: Published) -> None:
     changes = {"num_logprobs": 2, "num_prompt_logprobs": 1, "max_tokens": 11}
-    one_by_one, gathered = answers(
+    one_by_one, gathered = await answers(
         published,
         greedy(prompt(6), **changes),
         greedy(prompt(6), **changes, max_step_tokens=3),

@@ -1,6 +1,5 @@
 """Networks of `transformers` share prefixes and give memory up as Llama and its kin do."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,13 @@ NAMES = ("gemma2", "bloom")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shared_beginning_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+async def test_a_shared_beginning_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
     published = publish(build(config_of(name)), tmp_path)
     first = prompt(90, seed=1)
     prompts = [first, first[:80] + prompt(20, seed=2), first[:70] + prompt(5, seed=3), first]
-
-    async def scenario() -> Any:
-        async with engine_with(published) as engine:
-            found = [await ask(engine, published.id, greedy(each)) for each in prompts]
-            return found, await ask_all(engine, published.id, map(greedy, prompts))
-
-    found, together = asyncio.run(scenario())
+    async with engine_with(published) as engine:
+        found = [await ask(engine, published.id, greedy(each)) for each in prompts]
+        together = await ask_all(engine, published.id, map(greedy, prompts))
     wanted = [expected(published.network, each) for each in prompts]
     assert [tokens(steps) for steps in found] == wanted == together
     cached = [steps[0].num_cached_tokens for steps in found]
@@ -42,17 +37,16 @@ def test_a_shared_beginning_gives_the_same_tokens(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sequences_that_gave_their_memory_up_go_on_as_they_were(name: str, tmp_path: Path) -> None:
+async def test_sequences_that_gave_their_memory_up_go_on_as_they_were(
+    name: str, tmp_path: Path
+) -> None:
     published = publish(build(config_of(name)), tmp_path)
     prompts = [prompt(length, seed=length) for length in (40, 44, 48, 52, 56, 60)]
     wanted = [expected(published.network, each, 40) for each in prompts]
-
-    async def scenario() -> list[list[int]]:
-        # Two sequences of 128 tokens have room: all begin, and those that came last wait later.
-        async with engine_with(published, kv_cache_bytes=TWO_CONTEXTS[name]) as engine:
-            return await ask_all(engine, published.id, [greedy(each, 40) for each in prompts])
-
-    assert asyncio.run(scenario()) == wanted
+    # Two sequences of 128 tokens have room: all begin, and those that came last wait later.
+    async with engine_with(published, kv_cache_bytes=TWO_CONTEXTS[name]) as engine:
+        found = await ask_all(engine, published.id, [greedy(each, 40) for each in prompts])
+    assert found == wanted
 
 
 # 2 layers, keys and values, as many heads and numbers as the configurations say, 4 bytes.
@@ -61,25 +55,21 @@ TWO_CONTEXTS = {
 }
 
 
-def test_the_head_computes_only_the_rows_that_are_asked_for(tmp_path: Path) -> None:
+async def test_the_head_computes_only_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     published = publish(build(config_of("gpt2")), tmp_path)
     rows: list[int] = []
-
-    async def ask_them() -> None:
-        async with engine_with(published) as engine:
-            runner: Any = engine._steps._schedulers[published.id]._runner
-            runner._network.lm_head.register_forward_pre_hook(
-                lambda head, arguments: rows.append(arguments[0].shape[1])
-            )
-            await ask(engine, published.id, greedy(prompt(100), 1))
-            await ask(engine, published.id, greedy(prompt(100), 1, num_prompt_logprobs=0))
-
-    asyncio.run(ask_them())
+    async with engine_with(published) as engine:
+        runner: Any = engine._steps._schedulers[published.id]._runner
+        runner._network.lm_head.register_forward_pre_hook(
+            lambda head, arguments: rows.append(arguments[0].shape[1])
+        )
+        await ask(engine, published.id, greedy(prompt(100), 1))
+        await ask(engine, published.id, greedy(prompt(100), 1, num_prompt_logprobs=0))
     assert rows == [1, 100]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_context": 128, "max_batch_tokens": 16}])
-def test_longrope_has_the_context_of_its_short_factors(
+async def test_longrope_has_the_context_of_its_short_factors(
     settings: dict[str, int], tmp_path: Path
 ) -> None:
     original = 64
@@ -97,11 +87,8 @@ def test_longrope_has_the_context_of_its_short_factors(
     )
     published = publish(build(config), tmp_path)
     prompts = [prompt(20, seed=1), prompt(50, seed=3)]
-
-    async def scenario() -> tuple[int | None, list[list[int]]]:
-        async with engine_with(published, **settings) as engine:
-            answers = await ask_all(engine, published.id, map(greedy, prompts))
-            return engine.max_context(published.id), answers
-
     wanted = [expected(published.network, each) for each in prompts]
-    assert asyncio.run(scenario()) == (original, wanted)
+    async with engine_with(published, **settings) as engine:
+        answers = await ask_all(engine, published.id, map(greedy, prompts))
+        assert engine.max_context(published.id) == original
+    assert answers == wanted

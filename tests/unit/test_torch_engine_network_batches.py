@@ -1,6 +1,5 @@
 """Networks of `transformers` that compute several sequences together answer as they do alone."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -112,25 +111,24 @@ def test_every_type_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", configs())
-def test_together_as_transformers_does_alone(
+async def test_together_as_transformers_does_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = publish(build(configs()[name]), tmp_path)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     batches = recorded_batches(monkeypatch)
-    assert together(published, prompts) == [expected(published.network, each) for each in prompts]
+    assert await together(published, prompts) == [
+        expected(published.network, each) for each in prompts
+    ]
     assert name in OF_THE_ENGINE or max(batches) > 1
 
 
-def together(published: Published, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    async def scenario() -> list[list[int]]:
-        async with engine_with(published) as engine:
-            return await ask_all(engine, published.id, map(greedy, prompts))
-
-    return asyncio.run(scenario())
+async def together(published: Published, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    async with engine_with(published) as engine:
+        return await ask_all(engine, published.id, map(greedy, prompts))
 
 
-def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(
+async def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPT-Neo measures its window from the end of the longest sequence."""
@@ -146,16 +144,20 @@ def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(
     published = publish(build(config), tmp_path)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     batches = recorded_batches(monkeypatch)
-    assert together(published, prompts) == [expected(published.network, each) for each in prompts]
+    assert await together(published, prompts) == [
+        expected(published.network, each) for each in prompts
+    ]
     assert max(batches) == 1
 
 
-def test_kinds_of_layers_that_the_network_ignores(tmp_path: Path) -> None:
+async def test_kinds_of_layers_that_the_network_ignores(tmp_path: Path) -> None:
     """Ministral 3 uses its window in all layers, whatever `layer_types` says."""
     config: PreTrainedConfig = Ministral3Config(**SIZES, **KINDS, head_dim=16)
     published = publish(build(config), tmp_path)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
-    assert together(published, prompts) == [recomputed(published.network, each) for each in prompts]
+    assert await together(published, prompts) == [
+        recomputed(published.network, each) for each in prompts
+    ]
 
 
 @torch.inference_mode()

@@ -1,6 +1,5 @@
 """The torch engine computes what `transformers` computes."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -71,35 +70,30 @@ LLAMA_LIKE = {
 
 
 @pytest.mark.parametrize("name", [*LLAMA_LIKE, "dynamic rope"])
-def test_greedy_tokens_of_mixed_lengths_equal_those_of_transformers(
+async def test_greedy_tokens_of_mixed_lengths_equal_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
     published = publish(build({**LLAMA_LIKE, "dynamic rope": DYNAMIC_ROPE}[name]), tmp_path)
     assert (llama_shape(read_config(published.folder)) is not None) == (name in LLAMA_LIKE)
     prompts = [prompt(length, seed=length) for length in (1, 3, 17, 40)]
-
-    async def scenario() -> list[list[int]]:
-        async with engine_with(published) as engine:
-            return await ask_all(engine, published.id, map(greedy, prompts))
-
-    assert asyncio.run(scenario()) == [expected(published.network, one) for one in prompts]
+    async with engine_with(published) as engine:
+        found = await ask_all(engine, published.id, map(greedy, prompts))
+    assert found == [expected(published.network, one) for one in prompts]
 
 
 @pytest.mark.parametrize("config", [llama_config(tie_word_embeddings=True), config_of("gpt2")])
 @pytest.mark.parametrize("chunk", [5, 512])
-def test_logprobs_equal_those_of_transformers(config: Any, chunk: int, tmp_path: Path) -> None:
+async def test_logprobs_equal_those_of_transformers(
+    config: Any, chunk: int, tmp_path: Path
+) -> None:
     published = publish(build(config), tmp_path)
     asked = prompt(21, seed=9)
-
-    async def scenario() -> Any:
-        async with engine_with(published, max_batch_tokens=chunk) as engine:
-            return await ask(
-                engine,
-                published.id,
-                greedy(asked, max_tokens=6, num_logprobs=3, num_prompt_logprobs=2),
-            )
-
-    steps = asyncio.run(scenario())
+    async with engine_with(published, max_batch_tokens=chunk) as engine:
+        steps = await ask(
+            engine,
+            published.id,
+            greedy(asked, max_tokens=6, num_logprobs=3, num_prompt_logprobs=2),
+        )
     whole = torch.tensor([[*asked, *tokens(steps)]])
     with torch.inference_mode():
         reference = published.network(whole).logits[0].log_softmax(-1)
@@ -116,15 +110,12 @@ def test_logprobs_equal_those_of_transformers(config: Any, chunk: int, tmp_path:
         assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_half_precision_stays_near(tmp_path: Path) -> None:
+async def test_half_precision_stays_near(tmp_path: Path) -> None:
     published = publish(build(llama_config(initializer_range=0.05)), tmp_path)
     asked = greedy(prompt(40), max_tokens=0, num_prompt_logprobs=0)
-
-    async def scenario() -> Any:
-        async with engine_with(published, dtype="bfloat16", max_batch_tokens=9) as engine:
-            return (await ask(engine, published.id, asked))[0].prompt_logprobs
-
-    found = [one.logprob for one in asyncio.run(scenario())]
+    async with engine_with(published, dtype="bfloat16", max_batch_tokens=9) as engine:
+        steps = await ask(engine, published.id, asked)
+    found = [one.logprob for one in steps[0].prompt_logprobs or ()]
     with torch.inference_mode():
         whole = torch.tensor([asked.prompt])
         reference = published.network(whole).logits[0].log_softmax(-1)
@@ -155,29 +146,25 @@ def test_a_default_that_differs_from_llamas_is_not_guessed(architecture: str) ->
 
 
 @pytest.mark.parametrize("fault", [AttributeError("no such operator"), TypeError("2 arguments")])
-def test_a_torch_without_the_packed_product_multiplies_with_the_plain_layout(
+async def test_a_torch_without_the_packed_product_multiplies_with_the_plain_layout(
     fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     def fail(*arguments: object) -> Tensor:
         raise fault
 
     published = publish(build(LLAMA_LIKE["biases"]), tmp_path)
-
-    async def scenario() -> list[int]:
-        async with engine_with(published) as engine:
-            return tokens(await ask(engine, published.id, greedy(prompt(20))))
-
     llama._can_pack.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(torch.ops.mkldnn, "_linear_pointwise", fail)
-        found = asyncio.run(scenario())
+        async with engine_with(published) as engine:
+            found = tokens(await ask(engine, published.id, greedy(prompt(20))))
     llama._can_pack.cache_clear()
     assert found == expected(published.network, prompt(20))
     assert f"does not multiply packed torch.float32 matrices ({fault})" in caplog.text
     assert Linear(torch.randn(8, 16), None).is_packed
 
 
-def test_the_head_computes_only_the_rows_that_are_asked_for(
+async def test_the_head_computes_only_the_rows_that_are_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = publish(build(llama_config()), tmp_path)
@@ -196,8 +183,8 @@ def test_the_head_computes_only_the_rows_that_are_asked_for(
             await ask(engine, published.id, greedy(prompt(100), 1, **changes))
             return [rows for shape, rows in computed if shape == (VOCAB, 64)]
 
-    assert asyncio.run(rows_of_the_head()) == [1]
-    assert asyncio.run(rows_of_the_head(num_prompt_logprobs=0)) == [padded_count(100)]
+    assert await rows_of_the_head() == [1]
+    assert await rows_of_the_head(num_prompt_logprobs=0) == [padded_count(100)]
 
 
 @given(st.integers(min_value=1, max_value=2_000))

@@ -1,6 +1,5 @@
 """Draws: by seed the same, and from the distribution that the settings describe."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +58,16 @@ def test_what_is_sampled_leaves_the_logits_as_they_are() -> None:
     assert torch.equal(logits, LOGITS.repeat(3, 1))
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company(tmp_path: Path) -> None:
+async def test_a_seed_gives_the_same_tokens_in_any_company(tmp_path: Path) -> None:
     published = publish(build(llama_config(initializer_range=0.05)), tmp_path)
     seeded = Generation(prompt=prompt(6), max_tokens=20, seed=7)
     others = [Generation(prompt=prompt(5 + i, seed=i), max_tokens=15) for i in range(3)]
     other_seed = Generation(prompt=prompt(6), max_tokens=20, seed=-8)
-
-    async def scenario() -> list[list[list[int]]]:
-        async with engine_with(published) as engine:
-            return [
-                await ask_all(engine, published.id, asked)
-                for asked in ([seeded], [seeded], [seeded, *others], [other_seed], others, others)
-            ]
-
-    first, again, beside, other, unseeded, unseeded_again = asyncio.run(scenario())
+    async with engine_with(published) as engine:
+        first, again, beside, other, unseeded, unseeded_again = [
+            await ask_all(engine, published.id, asked)
+            for asked in ([seeded], [seeded], [seeded, *others], [other_seed], others, others)
+        ]
     assert first == again
     assert beside[0] == first[0]
     assert other != first

@@ -36,51 +36,40 @@ from tests.torch_engine_fixtures import (
 __all__ = ["first"]
 
 
-def test_two_releases_generate_side_by_side_and_each_as_itself(tmp_path: Path) -> None:
+async def test_two_releases_generate_side_by_side_and_each_as_itself(tmp_path: Path) -> None:
     config = llama_config()
     a, b = (publish(build(config, seed), tmp_path / str(seed)) for seed in (1, 2))
-
-    async def scenario() -> Any:
-        async with engine_with(a) as engine:
-            old = engine.generate(a.id, greedy(prompt(5), max_tokens=60))
-            head = tokens([await anext(old)])
-            await engine.stage(b.release, b.folder)
-            await engine.commit(b.id)
-            new = asyncio.create_task(ask(engine, b.id, greedy(prompt(5), max_tokens=20)))
-            await engine.unload(a.id)
-            with pytest.raises(EngineError, match="not staged"):
-                await ask(engine, a.id, greedy(prompt(5)))
-            rest = tokens([step async for step in old])
-            await until(lambda: list(engine.residents) == [b.id])
-            return head + rest, tokens(await new)
-
-    old, new = asyncio.run(scenario())
-    assert old == expected(a.network, prompt(5), 60)
-    assert new == expected(b.network, prompt(5), 20)
+    async with engine_with(a) as engine:
+        old = engine.generate(a.id, greedy(prompt(5), max_tokens=60))
+        head = tokens([await anext(old)])
+        await engine.stage(b.release, b.folder)
+        await engine.commit(b.id)
+        new = asyncio.create_task(ask(engine, b.id, greedy(prompt(5), max_tokens=20)))
+        await engine.unload(a.id)
+        with pytest.raises(EngineError, match="not staged"):
+            await ask(engine, a.id, greedy(prompt(5)))
+        rest = tokens([step async for step in old])
+        await until(lambda: list(engine.residents) == [b.id])
+        answer = tokens(await new)
+    assert head + rest == expected(a.network, prompt(5), 60)
+    assert answer == expected(b.network, prompt(5), 20)
 
 
-def test_unchanged_tensors_are_shared_and_not_read(first: Published, tmp_path: Path) -> None:
+async def test_unchanged_tensors_are_shared_and_not_read(first: Published, tmp_path: Path) -> None:
     layer = "model.layers.1."
     names = (layer + "self_attn.k_proj.weight", layer + "post_attention_layernorm.weight")
     second = changed(first.network, tmp_path / "b", nudge(*names), max_shard_bytes=20_000)
-
-    async def scenario() -> Any:
-        async with engine_with(first, second) as engine:
-            found = engine.residents
-            answers = [
-                tokens(await ask(engine, one.id, greedy(prompt(9)))) for one in (first, second)
-            ]
-            one, other = (engine._steps._schedulers[p.id]._runner for p in (first, second))
-            is_shared = [
-                one._embedding is other._embedding,
-                one._head is other._head,
-                one._layers[0].gate_up is other._layers[0].gate_up,
-                one._layers[1].down is other._layers[1].down,
-                one._layers[1].qkv is other._layers[1].qkv,
-            ]
-            return found, answers, is_shared
-
-    found, answers, is_shared = asyncio.run(scenario())
+    async with engine_with(first, second) as engine:
+        found = engine.residents
+        answers = [tokens(await ask(engine, one.id, greedy(prompt(9)))) for one in (first, second)]
+        one, other = (engine._steps._schedulers[p.id]._runner for p in (first, second))
+        is_shared = [
+            one._embedding is other._embedding,
+            one._head is other._head,
+            one._layers[0].gate_up is other._layers[0].gate_up,
+            one._layers[1].down is other._layers[1].down,
+            one._layers[1].qkv is other._layers[1].qkv,
+        ]
     assert is_shared == [True, True, True, True, False]
     assert answers == [expected(one.network, prompt(9)) for one in (first, second)]
     # What is fused with the changed key projection is read with it.
@@ -108,7 +97,9 @@ HEAD_NORMS = Qwen3Config(**llama_config(tie_word_embeddings=True).to_diff_dict()
     ],
     ids=["biases", "tied", "bfloat16", "of transformers"],
 )
-def test_one_changed_unit_is_all_that_is_read(config: Any, dtype: str, tmp_path: Path) -> None:
+async def test_one_changed_unit_is_all_that_is_read(
+    config: Any, dtype: str, tmp_path: Path
+) -> None:
     """Whichever it is, the release then answers as after a cold start."""
     network: Any = build(config, dtype=getattr(torch, dtype))
     first = publish(network, tmp_path / "first")
@@ -116,72 +107,63 @@ def test_one_changed_unit_is_all_that_is_read(config: Any, dtype: str, tmp_path:
     seconds = [
         changed(network, tmp_path / str(number), nudge(name)) for number, name in enumerate(names)
     ]
-
-    async def scenario() -> None:
-        async with engine_with(first, dtype=dtype) as engine:
-            for name, second in zip(names, seconds, strict=True):
-                await engine.stage(second.release, second.folder)
-                await engine.commit(second.id)
-                read = engine.residents[second.id].read_bytes
-                parameters = dict(second.network.named_parameters())
-                whole = sum(each.nbytes for each in parameters.values())
-                assert parameters[name].nbytes <= read < 0.2 * whole, name
-                if dtype == "float32":
-                    answer = tokens(await ask(engine, second.id, greedy(prompt(7), 4)))
-                    assert answer == expected(second.network, prompt(7), 4), name
-                await engine.unload(second.id)
-                await until(lambda: list(engine.residents) == [first.id])
-
-    asyncio.run(scenario())
+    async with engine_with(first, dtype=dtype) as engine:
+        for name, second in zip(names, seconds, strict=True):
+            await engine.stage(second.release, second.folder)
+            await engine.commit(second.id)
+            read = engine.residents[second.id].read_bytes
+            parameters = dict(second.network.named_parameters())
+            whole = sum(each.nbytes for each in parameters.values())
+            assert parameters[name].nbytes <= read < 0.2 * whole, name
+            if dtype == "float32":
+                answer = tokens(await ask(engine, second.id, greedy(prompt(7), 4)))
+                assert answer == expected(second.network, prompt(7), 4), name
+            await engine.unload(second.id)
+            await until(lambda: list(engine.residents) == [first.id])
 
 
-def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_read(
+async def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_read(
     first: Published, tmp_path: Path
 ) -> None:
     changed_name, same = "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"
     second = changed(first.network, tmp_path / "b", nudge(changed_name))
     file = second.release.tensors[changed_name].file
-
-    async def scenario() -> list[int]:
-        async with engine_with(first) as engine:
-            flip(second, changed_name)
-            with pytest.raises(StageError, match=f"{file}: tensor {changed_name}: digest is"):
-                await engine.stage(second.release, second.folder)
-            flip(second, changed_name)
-            # Nobody serves these: what is in memory is taken.
-            flip(second, same)
+    async with engine_with(first) as engine:
+        flip(second, changed_name)
+        with pytest.raises(StageError, match=f"{file}: tensor {changed_name}: digest is"):
             await engine.stage(second.release, second.folder)
-            await engine.commit(second.id)
-            answer = tokens(await ask(engine, second.id, greedy(prompt(5))))
-        async with engine_with() as cold:
-            with pytest.raises(StageError, match=f"tensor {same}: digest is"):
-                await cold.stage(second.release, second.folder)
-        return answer
-
-    assert asyncio.run(scenario()) == expected(second.network, prompt(5))
+        flip(second, changed_name)
+        # Nobody serves these: what is in memory is taken.
+        flip(second, same)
+        await engine.stage(second.release, second.folder)
+        await engine.commit(second.id)
+        answer = tokens(await ask(engine, second.id, greedy(prompt(5))))
+    async with engine_with() as cold:
+        with pytest.raises(StageError, match=f"tensor {same}: digest is"):
+            await cold.stage(second.release, second.folder)
+    assert answer == expected(second.network, prompt(5))
 
 
 @pytest.mark.parametrize("is_the_same", [False, True])
-def test_a_third_release_waits_until_one_of_two_ends(is_the_same: bool, tmp_path: Path) -> None:
+async def test_a_third_release_waits_until_one_of_two_ends(
+    is_the_same: bool, tmp_path: Path
+) -> None:
     """So does a release that has not left yet: it is loaded again."""
     a, b, c = (publish(build(llama_config(), seed), tmp_path / str(seed)) for seed in (1, 2, 3))
     third = a if is_the_same else c
-
-    async def scenario() -> list[int]:
-        async with engine_with(a, b) as engine:
-            running = engine.generate(a.id, greedy(prompt(5), max_tokens=100))
-            await anext(running)
-            await engine.unload(a.id)
-            staging = asyncio.create_task(engine.stage(third.release, third.folder))
-            await asyncio.sleep(0)
-            assert set(engine.residents) == {a.id, b.id}
-            rest = tokens([step async for step in running])
-            assert rest == expected(a.network, prompt(5), 100)[1:]
-            await staging
-            assert set(engine.residents) == {b.id, third.id}
-            return tokens(await ask(engine, third.id, greedy(prompt(6))))
-
-    assert asyncio.run(scenario()) == expected(third.network, prompt(6))
+    async with engine_with(a, b) as engine:
+        running = engine.generate(a.id, greedy(prompt(5), max_tokens=100))
+        await anext(running)
+        await engine.unload(a.id)
+        staging = asyncio.create_task(engine.stage(third.release, third.folder))
+        await asyncio.sleep(0)
+        assert set(engine.residents) == {a.id, b.id}
+        rest = tokens([step async for step in running])
+        assert rest == expected(a.network, prompt(5), 100)[1:]
+        await staging
+        assert set(engine.residents) == {b.id, third.id}
+        found = tokens(await ask(engine, third.id, greedy(prompt(6))))
+    assert found == expected(third.network, prompt(6))
 
 
 def test_memory_goes_with_the_last_generation(first: Published, tmp_path: Path) -> None:
@@ -222,41 +204,34 @@ def test_memory_goes_with_the_last_generation(first: Published, tmp_path: Path) 
     assert after == {"shared"}
 
 
-def test_staging_that_nobody_wants_any_more_stops(
+async def test_staging_that_nobody_wants_any_more_stops(
     first: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = changed(first.network, tmp_path / "b", nudge("model.norm.weight"))
     started = asyncio.Event()
+    async with engine_with(first) as engine:
+        loop = asyncio.get_running_loop()
+        read = staging.read_tensors
 
-    async def scenario() -> None:
-        async with engine_with(first) as engine:
-            loop = asyncio.get_running_loop()
-            read = staging.read_tensors
+        def announce(*args: Any) -> Any:
+            loop.call_soon_threadsafe(started.set)
+            return read(*args)
 
-            def announce(*args: Any) -> Any:
-                loop.call_soon_threadsafe(started.set)
-                return read(*args)
-
-            monkeypatch.setattr(staging, "read_tensors", announce)
-            task = asyncio.create_task(engine.stage(second.release, second.folder))
-            await started.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert list(engine.residents) == [first.id]
-            await engine.stage(second.release, second.folder)
-            await engine.commit(second.id)
-            answer = tokens(await ask(engine, second.id, greedy(prompt(5))))
-            assert answer == expected(second.network, prompt(5))
-
-    asyncio.run(scenario())
+        monkeypatch.setattr(staging, "read_tensors", announce)
+        task = asyncio.create_task(engine.stage(second.release, second.folder))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert list(engine.residents) == [first.id]
+        await engine.stage(second.release, second.folder)
+        await engine.commit(second.id)
+        answer = tokens(await ask(engine, second.id, greedy(prompt(5))))
+        assert answer == expected(second.network, prompt(5))
 
 
-def test_what_is_not_resident_cannot_be_named(first: Published) -> None:
-    async def scenario() -> None:
-        async with engine_with() as engine:
-            with pytest.raises(EngineError, match="not staged"):
-                await ask(engine, first.id, greedy(prompt(5)))
-            await engine.unload(first.id)
-
-    asyncio.run(scenario())
+async def test_what_is_not_resident_cannot_be_named(first: Published) -> None:
+    async with engine_with() as engine:
+        with pytest.raises(EngineError, match="not staged"):
+            await ask(engine, first.id, greedy(prompt(5)))
+        await engine.unload(first.id)

@@ -84,32 +84,28 @@ def test_the_events_of_one_release_do_not_wait_for_the_step_of_another(
 
 
 @pytest.mark.parametrize("is_one_too_few", [False, True])
-def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: bool) -> None:
+async def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: bool) -> None:
     count = engine_module._MAX_FAILED_STEPS - is_one_too_few
-
-    async def story() -> None:
-        loop = StepLoop(num_threads=1, busy_lock_file=None)
-        try:
-            failing: Any = Steps(count, fails=True)
-            loop.add("failing", failing)
-            loop.next_turn()
-            await until(lambda: loop._num_failed_steps == count)
-            assert loop.failure == (
-                None if is_one_too_few else f"the last {count} steps failed; the log has the errors"
-            )
-            # The thread goes on, and so does another release.
-            good: Any = Steps(1, fails=False)
-            loop.add("good", good)
-            loop.next_turn()
-            await until(lambda: loop._num_failed_steps == 0)
-            assert loop.failure is None
-        finally:
-            await asyncio.to_thread(loop.close)
-
-    asyncio.run(story())
+    loop = StepLoop(num_threads=1, busy_lock_file=None)
+    try:
+        failing: Any = Steps(count, fails=True)
+        loop.add("failing", failing)
+        loop.next_turn()
+        await until(lambda: loop._num_failed_steps == count)
+        assert loop.failure == (
+            None if is_one_too_few else f"the last {count} steps failed; the log has the errors"
+        )
+        # The thread goes on, and so does another release.
+        good: Any = Steps(1, fails=False)
+        loop.add("good", good)
+        loop.next_turn()
+        await until(lambda: loop._num_failed_steps == 0)
+        assert loop.failure is None
+    finally:
+        await asyncio.to_thread(loop.close)
 
 
-def test_a_release_is_freed_on_the_thread_that_loads(
+async def test_a_release_is_freed_on_the_thread_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freeing gigabytes takes long, and nobody's step may wait for it. What the allocator keeps is
@@ -117,19 +113,15 @@ def test_a_release_is_freed_on_the_thread_that_loads(
     first, second = (publish(build(llama_config(), seed), tmp_path / str(seed)) for seed in (1, 2))
     freed_on: list[str] = []
     monkeypatch.setattr(engine_module, "return_unused_memory", lambda: freed_on.append("returned"))
-
-    async def story() -> None:
-        async with engine_with(first, second) as engine:
-            runner = engine._steps._schedulers[first.id]._runner
-            for each in (runner, *runner.slots):
-                weakref.finalize(each, lambda: freed_on.append(threading.current_thread().name))
-            del runner, each
-            await ask(engine, first.id, greedy(prompt(5)))
-            await engine.unload(first.id)
-            await until(lambda: first.id not in engine.residents)
-            assert freed_on == [*["torch-engine-staging_0"] * 3, "returned"]
-
-    asyncio.run(story())
+    async with engine_with(first, second) as engine:
+        runner = engine._steps._schedulers[first.id]._runner
+        for each in (runner, *runner.slots):
+            weakref.finalize(each, lambda: freed_on.append(threading.current_thread().name))
+        del runner, each
+        await ask(engine, first.id, greedy(prompt(5)))
+        await engine.unload(first.id)
+        await until(lambda: first.id not in engine.residents)
+        assert freed_on == [*["torch-engine-staging_0"] * 3, "returned"]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +162,7 @@ def test_staging_on_one_core_leaves_the_steps_all_of_them(
         torch.set_num_threads(before)
 
 
-def test_while_a_release_is_staged_the_steps_leave_it_a_core(
+async def test_while_a_release_is_staged_the_steps_leave_it_a_core(
     published: Published, at_work: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = publish(build(llama_config(), seed=1), tmp_path)
@@ -182,21 +174,17 @@ def test_while_a_release_is_staged_the_steps_leave_it_a_core(
         return load(loader)
 
     monkeypatch.setattr(engine_module, "load_runner", load_late)
-
-    async def scenario() -> None:
-        async with engine_with(published, num_threads=2) as engine:
-            running = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
-            await anext(running)
-            assert at_work[-1] == 2
-            staging = asyncio.create_task(engine.stage(other.release, other.folder))
-            async for _ in running:
-                if staging.done():
-                    break
-            await staging
-            await ask(engine, published.id, greedy(prompt(5), max_tokens=2))
-            assert at_work[-1] == 2
-
-    asyncio.run(scenario())
+    async with engine_with(published, num_threads=2) as engine:
+        running = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
+        await anext(running)
+        assert at_work[-1] == 2
+        staging = asyncio.create_task(engine.stage(other.release, other.folder))
+        async for _ in running:
+            if staging.done():
+                break
+        await staging
+        await ask(engine, published.id, greedy(prompt(5), max_tokens=2))
+        assert at_work[-1] == 2
 
 
 @contextmanager
@@ -206,7 +194,7 @@ def computing(lock: Path) -> Iterator[None]:
         yield
 
 
-def test_beside_others_that_compute_the_steps_leave_them_a_core(
+async def test_beside_others_that_compute_the_steps_leave_them_a_core(
     published: Published, at_work: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_LOCK_CHECK_SECONDS", 0.0)
@@ -217,14 +205,11 @@ def test_beside_others_that_compute_the_steps_leave_them_a_core(
         await ask(engine, published.id, greedy(prompt(5), 3))
         return set(at_work)
 
-    async def scenario() -> None:
-        async with engine_with(published, num_threads=2, busy_lock_file=lock) as engine:
-            assert await threads_of(engine) == {2}
-            with computing(lock), computing(lock):
-                assert await threads_of(engine) == {1}
-            assert await threads_of(engine) == {2}
-
-    asyncio.run(scenario())
+    async with engine_with(published, num_threads=2, busy_lock_file=lock) as engine:
+        assert await threads_of(engine) == {2}
+        with computing(lock), computing(lock):
+            assert await threads_of(engine) == {1}
+        assert await threads_of(engine) == {2}
 
 
 def test_the_busy_lock_is_checked_now_and_then(
