@@ -81,28 +81,3 @@ def test_of_a_job_that_absorbs_them(tmp_path: Path, num_steps: Callable[[], int]
     assert len(job.spec.revisions.delivery_ids) == HISTORY + 3 * BATCH
     assert 0 < late < 1.5 * early
     assert long == short
-
-
-@pytest.mark.slow
-def test_of_a_job(tmp_path: Path, num_steps: Callable[[], int]) -> None:
-    def store(first: int, number: int = BATCH) -> list[str]:
-        ids = [f"delivery-{first + place}" for place in range(number)]
-        return [
-            job.id
-            for job in jobs.submit_all(
-                [
-                    JobRequest(
-                        spec=JobSpec(command=("true",)),
-                        delivery=Delivery(source=f"hub/{place % 3}", id=id),
-                    )
-                    for place, id in enumerate(ids)
-                ]
-            )
-        ]
-
-    with JobStore.open(tmp_path / "jobs.db") as jobs:
-        early = cost(num_steps, lambda: store(0))
-        store(BATCH, HISTORY)
-        late = cost(num_steps, lambda: store(2 * HISTORY))
-        assert store(2 * HISTORY) == store(2 * HISTORY)
-    assert 0 < late < 1.5 * early

@@ -175,12 +175,6 @@ def test_rows_stay_held_out_as_the_dataset_grows(count: int) -> None:
     assert {row.text for row in held_out} <= {row.text for row in split(more, 0.08)[1]}
 
 
-def test_copies_of_a_row_are_never_on_both_sides() -> None:
-    training, held_out = split(texts(*"abcdefghijklmnop" * 9), 0.3)
-    assert held_out
-    assert not {row.text for row in training} & {row.text for row in held_out}
-
-
 def test_the_first_message_of_a_conversation_is_never_an_answer() -> None:
     hello, ask, answer = said("assistant", "hello"), said("user", "q"), said("assistant", "a")
     assert not conversation(hello).is_learnable

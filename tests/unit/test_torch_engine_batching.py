@@ -15,7 +15,6 @@ from serving.engines.torch_engine.slots import Batch
 from tests.torch_engine_fixtures import (
     Published,
     ask,
-    ask_all,
     build,
     engine_with,
     expected,
@@ -93,13 +92,6 @@ async def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longe
         await ask(engine, other.id, greedy(prompt(100, seed=1), max_tokens=0))
         found = [count for _, count in sizes]
     assert found == [16, 25, 25, 25, 9, 100]
-
-
-async def test_more_sequences_than_slots_all_get_their_tokens(published: Published) -> None:
-    asked = [greedy(prompt(3 + i, seed=i), max_tokens=2 + 3 * i % 11) for i in range(12)]
-    async with engine_with(published, max_batch=3, max_batch_tokens=20) as engine:
-        found = await ask_all(engine, published.id, asked)
-    assert found == [expected(published.network, one.prompt, one.max_tokens) for one in asked]
 
 
 async def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
