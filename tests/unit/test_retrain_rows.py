@@ -31,7 +31,7 @@ def test_the_digest_ignores_order_and_files_but_not_repetition() -> None:
 
 def test_what_a_message_has_beside_its_content_counts() -> None:
     call = {"function": {"name": "f", "arguments": {"a": 1, "b": 2}}}
-    same = {"function": {"arguments": {"b": 2, "a": 1}, "name": "f"}}
+    same = {"id": "c1", "function": {"arguments": {"b": 2, "a": 1}, "name": "f"}}
     ask = said("user", "hi")
     digests = {
         conversation(ask, said("assistant", "yo")).digest,
@@ -40,6 +40,9 @@ def test_what_a_message_has_beside_its_content_counts() -> None:
         conversation(ask, said("assistant", "yo"), tools=({"name": "f"},)).digest,
     }
     assert len(digests) == 3
+    results = (said("tool", "3"), said("tool", "3", tool_call_id="c1"))
+    of_results = [conversation(ask, each, said("assistant", "three")) for each in results]
+    assert len({row.digest for row in of_results}) == 1, "each export may invent ids of calls"
 
 
 def conversation(*messages: dict[str, object], **more: Any) -> Row:
