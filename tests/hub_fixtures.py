@@ -162,6 +162,13 @@ def commit_file(hub: RunningHub, worktree: Path, name: str, content: str) -> str
     return hub.git("rev-parse", "HEAD", cwd=worktree)
 
 
+def push_file(hub: RunningHub, worktree: Path, name: str, content: str) -> str:
+    """Commits one file and pushes the branch; the sha."""
+    sha = commit_file(hub, worktree, name, content)
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    return sha
+
+
 def listening_socket() -> socket.socket:
     # The protocol is named because asyncio turns Nagle's delay off only where it is.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.store import JobStore
 from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub
 
 
@@ -18,6 +19,13 @@ def hub(tmp_path: Path) -> Iterator[RunningHub]:
         delivery_timeout_seconds=5,
     ) as hub:
         yield hub
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    """For a hub with jobs."""
+    with JobStore.open(tmp_path / "jobs.sqlite") as store:
+        yield store
 
 
 @pytest.fixture

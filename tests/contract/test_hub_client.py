@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.errors import HubError
 from pipeline.hub.routes import administration, contents, git_http
-from tests.hub_fixtures import Receiver, RunningHub, commit_file, wait_until
+from tests.hub_fixtures import Receiver, RunningHub, commit_file, push_file, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -37,8 +37,7 @@ def sound(hub: RunningHub) -> Iterator[None]:
 def pushed(hub: RunningHub, worktree: Path) -> str:
     """The sha of a commit with a README, and a file in a folder with a space in its name."""
     (worktree / "README.md").write_text("# Facts\n")
-    sha = commit_file(hub, worktree, "some data/train.jsonl", '{"text": "a"}\n' * 3)
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    sha = push_file(hub, worktree, "some data/train.jsonl", '{"text": "a"}\n' * 3)
     return sha
 
 
@@ -229,8 +228,7 @@ def test_many_commits_are_listed(
     url = f"{hub.url}/api/datasets/local/facts/commits/main"
     read = paginate(url, params={"limit": 3}, headers=headers)
     first = [next(read)["id"] for _ in range(3)]
-    commit_file(hub, worktree, "late.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    push_file(hub, worktree, "late.txt", "1")
     assert [*first, next(read)["id"]] == [one.commit_id for one in commits[:4]]
     assert [call.kwargs["skip"] for call in pages.call_args_list if "skip" in call.kwargs] == [0, 3]
 

@@ -12,11 +12,7 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[JobStore]:
-    with JobStore.open(tmp_path / "jobs.sqlite") as store:
-        yield store
+pytest_plugins = ["tests.hub_plugin"]
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
-from tests.hub_fixtures import SECRET_KEY, RunningHub, commit_file, running_hub, wait_until
+from tests.hub_fixtures import SECRET_KEY, RunningHub, push_file, running_hub, wait_until
+
+pytest_plugins = ["tests.hub_plugin"]
 
 WATCHED = [{"type": "dataset", "name": "local/facts"}]
 REPORT = """
@@ -25,31 +27,11 @@ with open(os.path.join(os.environ["JOB_DIR"], "seen.json"), "w") as file:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[JobStore]:
-    with JobStore.open(tmp_path / "jobs.sqlite") as store:
-        yield store
-
-
-@pytest.fixture
 def hub(tmp_path: Path, store: JobStore) -> Iterator[RunningHub]:
     with running_hub(
         tmp_path / "hub", jobs_store=store, delivery_schedule_seconds=(0, 0.01)
     ) as hub:
         yield hub
-
-
-@pytest.fixture
-def worktree(hub: RunningHub, tmp_path: Path) -> Path:
-    folder = tmp_path / "facts"
-    hub.git("init", "-q", str(folder), cwd=tmp_path)
-    hub.git("remote", "add", "origin", hub.create_dataset("local/facts"), cwd=folder)
-    return folder
-
-
-def push(hub: RunningHub, worktree: Path, text: str) -> str:
-    sha = commit_file(hub, worktree, "a.txt", text)
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
-    return sha
 
 
 def source_of(store: JobStore, **spec: object) -> str:
@@ -78,7 +60,7 @@ def test_a_push_starts_a_copy_with_the_payload_and_the_secret(
     webhook = hub.api.create_webhook(job_id=source, watched=WATCHED, secret="s3cret")
     assert webhook.url is None and webhook.job is not None
     assert webhook.job.command == [sys.executable, "-c", REPORT]
-    sha = push(hub, worktree, "1")
+    sha = push_file(hub, worktree, "a.txt", "1")
     [job] = wait_until(lambda: copies(store, source))
     [delivery] = wait_until(
         lambda: [one for one in hub.deliveries(webhook.id) if one["status"] == "delivered"]
@@ -107,7 +89,7 @@ def test_a_replay_starts_nothing_and_a_forced_one_another_copy(
 ) -> None:
     source = source_of(store)
     id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
-    push(hub, worktree, "1")
+    push_file(hub, worktree, "a.txt", "1")
     [first] = wait_until(lambda: [d for d in hub.deliveries(id) if d["status"] == "delivered"])
     path = f"/api/settings/deliveries/{first['id']}/replay"
     hub.request("POST", path).raise_for_status()
@@ -124,7 +106,7 @@ def test_a_copy_of_a_retraining_answers_for_the_pushed_commits(
     known = RevisionRange(repo="local/facts", ref=ref, new_sha="a" * 40)
     source = source_of(store, pipeline="facts", revisions=known)
     id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
-    first, second = push(hub, worktree, "1"), push(hub, worktree, "2")
+    first, second = push_file(hub, worktree, "a.txt", "1"), push_file(hub, worktree, "a.txt", "2")
     wait_until(lambda: [d["status"] for d in hub.deliveries(id)] == ["delivered"] * 2)
     [job] = copies(store, source)  # the pipeline's one pending job took both
     assert job.spec.revisions is not None
@@ -139,7 +121,7 @@ def test_a_runner_without_the_key_starts_no_job_that_has_a_secret(
 ) -> None:
     source = source_of(store)
     hub.api.create_webhook(job_id=source, watched=WATCHED, secret="s3cret")
-    push(hub, worktree, "1")
+    push_file(hub, worktree, "a.txt", "1")
     [job] = wait_until(lambda: copies(store, source))
     run(store, tmp_path / "jobs", job, key)
     job = store.get(job.id)
@@ -174,7 +156,7 @@ def test_what_nobody_foresaw_fails_attempts_and_loses_no_delivery(
     id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
     with monkeypatch.context() as broken:
         broken.setattr(store, "submit", lambda *args, **kwargs: None)
-        push(hub, worktree, "one")
+        push_file(hub, worktree, "a.txt", "one")
         [dead] = wait_until(lambda: [one for one in hub.deliveries(id) if one["status"] == "dead"])
     assert (dead["attempt"], dead["response_status"]) == (2, None)
     assert dead["error"] == "the hub failed (AttributeError); its log says where"

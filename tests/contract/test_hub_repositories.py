@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from pipeline.hub.contents import Card
 from pipeline.hub.routes import commits
-from tests.hub_fixtures import RunningHub, commit_file, running_hub
+from tests.hub_fixtures import RunningHub, push_file, running_hub
 
 DATASET: dict[str, Any] = {"repo_type": "dataset"}
 
@@ -37,8 +37,7 @@ def pushed(hub: RunningHub, id: str, folder: Path, **files: str) -> str:
     hub.git("init", "-q", str(folder), cwd=folder.parent)
     hub.git("remote", "add", "origin", f"{hub.url}/datasets/{id}", cwd=folder)
     for name, content in files.items():
-        sha = commit_file(hub, folder, name.replace("_", "."), content)
-    hub.git("push", "-q", "origin", "main", cwd=folder)
+        sha = push_file(hub, folder, name.replace("_", "."), content)
     return sha
 
 
@@ -58,8 +57,7 @@ def test_a_name_without_owner_is_the_hubs_owners_on_every_route(
     api.delete_branch("plain", branch="side", **DATASET)
     assert [ref.name for ref in api.list_repo_refs("plain", **DATASET).branches] == ["main"]
     hub.git("clone", "-q", f"{hub.url}/datasets/plain", "copy", cwd=tmp_path)
-    commit_file(hub, tmp_path / "copy", "rows.txt", "2")
-    hub.git("push", "-q", cwd=tmp_path / "copy")
+    push_file(hub, tmp_path / "copy", "rows.txt", "2")
     api.delete_repo("plain", **DATASET)
     assert not api.repo_exists("Ada/plain", **DATASET)
 

@@ -1,7 +1,6 @@
 """The hub's deliveries at the receiver's door: each kind of secret, each proof, and the ping."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,32 +9,20 @@ from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.verify import ProofScheme
 from receiver.webhooks_server import WebhooksServer
-from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
+from tests.hub_fixtures import RunningHub, push_file, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
+
+pytest_plugins = ["tests.hub_plugin"]
 
 WATCHED = [{"type": "dataset", "name": "local/facts"}]
 SECRETS = ("my-secret", "0f" * 16, "c2VjcmV0c2VjcmV0", "whsec_c2VjcmV0c2VjcmV0")
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[RunningHub]:
-    with running_hub(tmp_path / "hub", delivery_schedule_seconds=(0, 0.01)) as hub:
-        yield hub
-
-
-def push(hub: RunningHub, folder: Path) -> str:
-    hub.git("init", "-q", str(folder), cwd=folder.parent)
-    hub.git("remote", "add", "origin", hub.create_dataset("local/facts"), cwd=folder)
-    sha = commit_file(hub, folder, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=folder)
-    return sha
 
 
 def statuses(hub: RunningHub, webhook_id: str) -> set[str]:
     return {delivery["status"] for delivery in hub.deliveries(webhook_id)}
 
 
-def test_every_secret_proves_a_delivery_in_either_scheme(hub: RunningHub, tmp_path: Path) -> None:
+def test_every_secret_proves_a_delivery_in_either_scheme(hub: RunningHub, worktree: Path) -> None:
     heads: list[tuple[str, str | None]] = []
     server = WebhooksServer(settings=ReceiverSettings(port=0))
 
@@ -59,7 +46,7 @@ def test_every_secret_proves_a_delivery_in_either_scheme(hub: RunningHub, tmp_pa
             webhooks[name] = hub.api.create_webhook(
                 url=f"{url}/webhooks/{name}", watched=WATCHED, secret=secret
             ).id
-        sha = push(hub, tmp_path / "facts")
+        sha = push_file(hub, worktree, "a.txt", "1")
         for name, id in webhooks.items():
             wait_until(lambda id=id: "pending" not in statuses(hub, id) and statuses(hub, id))
             assert statuses(hub, id) == {"delivered"}, name
@@ -94,7 +81,7 @@ def test_a_test_delivery_is_answered_and_reaches_no_handler(
 
 
 def test_no_secret_is_ever_logged(
-    hub: RunningHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hub: RunningHub, worktree: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Through success, refusal, an error in the handler, a changed secret and a replay."""
     secrets = ("first-s3cret", "second-s3cret", "whsec_dGhpcmQtczNjcmV0")
@@ -115,7 +102,7 @@ def test_no_secret_is_ever_logged(
             watched=WATCHED,
             secret=secrets[0],
         )
-        push(hub, tmp_path / "facts")
+        push_file(hub, worktree, "a.txt", "1")
         for secret in ("wrong-s3cret", *secrets[1:]):
             hub.api.update_webhook(created.id, secret=secret)
             hub.request("POST", f"/api/settings/webhooks/{created.id}/test")

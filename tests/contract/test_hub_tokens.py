@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-from tests.hub_fixtures import RunningHub, commit_file, running_hub
+from tests.hub_fixtures import RunningHub, commit_file, push_file, running_hub
 
 DATASET: dict[str, Any] = {"repo_type": "dataset"}
 CHANGES: list[Callable[[HfApi], object]] = [
@@ -40,8 +40,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
             hub.api.create_repo(f"local/{name}", private=False, **DATASET)
             url = f"{hub.url}/datasets/local/{name}"
             hub.git("clone", "-q", url, name, cwd=root)
-            commit_file(hub, root / name, "rows.txt", name)
-            hub.git("push", "-q", cwd=root / name)
+            push_file(hub, root / name, "rows.txt", name)
         yield hub
 
 
@@ -128,8 +127,7 @@ def test_a_token_to_write_changes_repositories_and_makes_no_tokens(
     writer = as_(hub, made(hub, "writer", role="write"))
     writer.api.create_repo("local/written", **DATASET)
     writer.git("clone", "-q", f"{hub.url}/datasets/local/written", "copy", cwd=tmp_path)
-    commit_file(writer, tmp_path / "copy", "rows.txt", "1")
-    writer.git("push", "-q", cwd=tmp_path / "copy")
+    push_file(writer, tmp_path / "copy", "rows.txt", "1")
     assert writer.api.list_webhooks() == []
     writer.api.delete_repo("local/written", **DATASET)
     for method, path in [
@@ -152,8 +150,7 @@ def test_a_token_for_some_repositories_sees_only_those(hub: RunningHub, tmp_path
     assert not mine.api.revision_exists("facts", "main", **DATASET)
     mine.api.create_tag("local/mine", tag="v1", **DATASET)
     mine.git("clone", "-q", f"{hub.url}/datasets/local/mine", "copy", cwd=tmp_path)
-    commit_file(mine, tmp_path / "copy", "rows.txt", "1")
-    mine.git("push", "-q", cwd=tmp_path / "copy")
+    push_file(mine, tmp_path / "copy", "rows.txt", "1")
     for change in CHANGES:
         with pytest.raises(HfHubHTTPError) as refused:
             change(mine.api)

@@ -15,6 +15,7 @@ from tests.hub_fixtures import (
     Receiver,
     RunningHub,
     commit_file,
+    push_file,
     recording_receiver,
     running_hub,
     wait_until,
@@ -101,16 +102,14 @@ def test_a_watched_name_without_owner_is_the_hubs_owners(
         ["local/facts"],
         ["local/facts"],
     ]
-    commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    push_file(hub, worktree, "a.txt", "1")
     assert {one.json["webhook"]["id"] for one in receiver.wait_for(2)} == {created.id, changed.id}
 
 
 def test_the_default_branch_can_be_deleted_and_pushed_again(
     hub: RunningHub, receiver: Receiver, worktree: Path
 ) -> None:
-    sha = commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    sha = push_file(hub, worktree, "a.txt", "1")
     hub.api.create_webhook(url=receiver.url, watched=WATCHED)
     hub.git("push", "-q", "origin", ":main", cwd=worktree)
     hub.git("push", "-q", "origin", "main", cwd=worktree)
@@ -127,8 +126,7 @@ def test_the_payload_is_the_documented_one(
     hub: RunningHub, receiver: Receiver, worktree: Path
 ) -> None:
     created = hub.api.create_webhook(url=receiver.url, watched=WATCHED, secret=SECRET)
-    sha = commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    sha = push_file(hub, worktree, "a.txt", "1")
     [received] = receiver.wait_for(1)
     repo = received.json["repo"]
     assert received.json == {
@@ -166,8 +164,7 @@ def test_without_a_secret_nothing_is_signed(
     hub: RunningHub, receiver: Receiver, worktree: Path
 ) -> None:
     hub.api.create_webhook(url=receiver.url, watched=WATCHED)
-    commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    push_file(hub, worktree, "a.txt", "1")
     [received] = receiver.wait_for(1)
     assert "x-webhook-secret" not in received.headers
     assert "webhook-signature" not in received.headers
@@ -191,8 +188,7 @@ def test_only_who_watches_is_told(hub: RunningHub, worktree: Path) -> None:
     ids["discussions"] = hub.api.create_webhook(
         url="http://127.0.0.1:9/", watched=WATCHED, domains=["discussion"]
     ).id
-    commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    push_file(hub, worktree, "a.txt", "1")
     told = {name for name, id in ids.items() if hub.deliveries(id)}
     assert told == {"by name", "by owner", "by org"}
 
@@ -201,8 +197,7 @@ def test_an_answer_that_is_not_2xx_is_tried_again_under_the_same_id(
     hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
 ) -> None:
     receiver.answers = [(500, {}), (302, {"Location": receiver.url}), (200, {})]
-    commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    push_file(hub, worktree, "a.txt", "1")
     received = receiver.wait_for(3)
     [delivery] = wait_until(
         lambda: [d for d in hub.deliveries(webhook) if d["status"] != "pending"]
@@ -216,8 +211,7 @@ def test_after_the_last_attempt_a_delivery_is_dead_until_replayed(
     hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
 ) -> None:
     receiver.answers = [(503, {})] * 4
-    commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    push_file(hub, worktree, "a.txt", "1")
     path = f"/api/settings/webhooks/{webhook}/deliveries"
     [dead] = wait_until(lambda: hub.request("GET", f"{path}?status=dead").json())
     assert (dead["attempt"], dead["response_status"]) == (4, 503)
@@ -238,8 +232,7 @@ def test_a_receiver_that_hangs_delays_nobody_else(
         hub.api.create_webhook(url=quick.url, watched=WATCHED)
         receiver.hang.set()
         for number in range(3):
-            commit_file(hub, worktree, "a.txt", str(number))
-            hub.git("push", "-q", "origin", "main", cwd=worktree)
+            push_file(hub, worktree, "a.txt", str(number))
         assert len(quick.wait_for(3, seconds=4)) == 3
         assert len(receiver.received) == 1
         receiver.hang.clear()
@@ -254,8 +247,7 @@ def test_a_receiver_that_starts_late_gets_everything_in_order(
     id = hub.api.create_webhook(url=url, watched=WATCHED).id
     shas = []
     for number in range(3):
-        shas.append(commit_file(hub, worktree, "a.txt", str(number)))
-        hub.git("push", "-q", "origin", "main", cwd=worktree)
+        shas.append(push_file(hub, worktree, "a.txt", str(number)))
     wait_until(lambda: any(one["error"] for one in hub.deliveries(id)))
     with recording_receiver(port) as late:
         received = late.wait_for(3)
@@ -269,8 +261,7 @@ def test_what_was_pending_waits_while_the_webhook_is_disabled(
 ) -> None:
     port = free_port()
     id = hub.api.create_webhook(url=f"http://127.0.0.1:{port}/", watched=WATCHED).id
-    commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    push_file(hub, worktree, "a.txt", "1")
     hub.api.disable_webhook(id)
     with recording_receiver(port) as receiver:
         commit_file(hub, worktree, "a.txt", "2")
