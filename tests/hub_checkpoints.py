@@ -13,43 +13,27 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig
 
 from serving.weights.network import hub_state_dict
-from tests.torch_engine_fixtures import build
+from tests.torch_engine_fixtures import COMMON, SHAPE, VOCAB, build
 
-VOCAB = 211
 CONTEXT = 128
 WINDOW = 24
 """Shorter than the sequences of the tests, so that it is felt."""
 
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-_USUAL = {
-    **_COMMON,
-    "intermediate_size": 96,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-}
+_COMMON = {**COMMON, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _EXPERTS = {"num_experts_per_tok": 2}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {**_USUAL, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", {**_USUAL, "sliding_window": WINDOW}),
-    "qwen2": ("Qwen2", _USUAL),
-    "qwen3": ("Qwen3", {**_USUAL, "head_dim": 32}),
-    "gemma2": ("Gemma2", {**_USUAL, "head_dim": 16, "sliding_window": WINDOW}),
-    "gemma3": ("Gemma3Text", {**_USUAL, "head_dim": 16, "sliding_window": WINDOW}),
+    "llama": ("Llama", {**SHAPE, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {**SHAPE, "sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", SHAPE),
+    "qwen3": ("Qwen3", {**SHAPE, "head_dim": 32}),
+    "gemma2": ("Gemma2", {**SHAPE, "head_dim": 16, "sliding_window": WINDOW}),
+    "gemma3": ("Gemma3Text", {**SHAPE, "head_dim": 16, "sliding_window": WINDOW}),
     "gemma3 with images": (
         "Gemma3",
         {
             "text_config": {
-                **_USUAL,
+                **SHAPE,
                 "model_type": "gemma3_text",
                 "head_dim": 16,
                 "sliding_window": WINDOW,
@@ -68,8 +52,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "eoi_token_index": 7,
         },
     ),
-    "phi3": ("Phi3", {**_USUAL, "sliding_window": WINDOW}),
-    "olmo2": ("Olmo2", _USUAL),
+    "phi3": ("Phi3", {**SHAPE, "sliding_window": WINDOW}),
+    "olmo2": ("Olmo2", SHAPE),
     "gpt2": (
         "GPT2",
         {
@@ -103,10 +87,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         {**_COMMON, "alibi": True, "multi_query": False, "max_position_embeddings": CONTEXT},
     ),
-    "mixtral": ("Mixtral", {**_USUAL, **_EXPERTS, "num_local_experts": 4}),
+    "mixtral": ("Mixtral", {**SHAPE, **_EXPERTS, "num_local_experts": 4}),
     "qwen3_moe": (
         "Qwen3Moe",
-        {**_USUAL, **_EXPERTS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48},
+        {**SHAPE, **_EXPERTS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48},
     ),
 }
 

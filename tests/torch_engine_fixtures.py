@@ -23,6 +23,23 @@ from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
 
 VOCAB = 211
+COMMON = {
+    "vocab_size": VOCAB,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""What all tiny networks have."""
+SHAPE = {
+    **COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 _MIN_MARGIN = 2e-4
 
 # Parity needs no speed, and other tests may run beside these.
@@ -41,20 +58,7 @@ class Published:
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    return LlamaConfig(**{**settings, **changes})
+    return LlamaConfig(**{**SHAPE, "tie_word_embeddings": False, **changes})
 
 
 def build(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -11,7 +11,8 @@ from transformers import GPTNeoConfig, Ministral3Config, PreTrainedConfig
 from serving.engines.torch_engine.generic import BATCHED, BATCHED_BY_KIND
 from tests.hub_checkpoints import CONFIGS, config_of
 from tests.torch_engine_fixtures import (
-    VOCAB,
+    COMMON,
+    SHAPE,
     Published,
     ask_all,
     build,
@@ -27,22 +28,6 @@ WINDOW = 24
 LENGTHS = (3, 40, 60)
 """Of prompts. Two of them are longer than the windows."""
 
-COMMON = {
-    "vocab_size": VOCAB,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-SIZES = {
-    **COMMON,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 YARN = {
     "rope_parameters": {
@@ -64,35 +49,35 @@ LATENT = {
     "first_k_dense_replace": 2,
 }
 TYPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "cohere": ("Cohere", {**SIZES, "logit_scale": 1.0}),
-    "cohere2": ("Cohere2", {**SIZES, **KINDS, "logit_scale": 1.0}),
-    "deepseek_v2": ("DeepseekV2", {**SIZES, **LATENT}),
-    "deepseek_v3": ("DeepseekV3", {**SIZES, **LATENT, "q_lora_rank": 16}),
-    "exaone4": ("Exaone4", {**SIZES, **KINDS}),
-    "gemma": ("Gemma", {**SIZES, "head_dim": 16}),
-    "glm": ("Glm", {**SIZES, "head_dim": 16}),
-    "glm4": ("Glm4", {**SIZES, "head_dim": 16}),
-    "gpt_oss": ("GptOss", {**SIZES, **KINDS, "head_dim": 16, "num_local_experts": 4}),
+    "cohere": ("Cohere", {**SHAPE, "logit_scale": 1.0}),
+    "cohere2": ("Cohere2", {**SHAPE, **KINDS, "logit_scale": 1.0}),
+    "deepseek_v2": ("DeepseekV2", {**SHAPE, **LATENT}),
+    "deepseek_v3": ("DeepseekV3", {**SHAPE, **LATENT, "q_lora_rank": 16}),
+    "exaone4": ("Exaone4", {**SHAPE, **KINDS}),
+    "gemma": ("Gemma", {**SHAPE, "head_dim": 16}),
+    "glm": ("Glm", {**SHAPE, "head_dim": 16}),
+    "glm4": ("Glm4", {**SHAPE, "head_dim": 16}),
+    "gpt_oss": ("GptOss", {**SHAPE, **KINDS, "head_dim": 16, "num_local_experts": 4}),
     "gptj": ("GPTJ", {**GPT, "rotary_dim": 8}),
-    "granite": ("Granite", SIZES),
-    "granitemoe": ("GraniteMoe", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "llama": ("Llama", {**SIZES, **YARN}),
-    "ministral": ("Ministral", {**SIZES, **KINDS, "head_dim": 16}),
-    "ministral3": ("Ministral3", {**SIZES, "sliding_window": WINDOW, "head_dim": 16}),
-    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "sliding_window": WINDOW}),
+    "granite": ("Granite", SHAPE),
+    "granitemoe": ("GraniteMoe", {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama": ("Llama", {**SHAPE, **YARN}),
+    "ministral": ("Ministral", {**SHAPE, **KINDS, "head_dim": 16}),
+    "ministral3": ("Ministral3", {**SHAPE, "sliding_window": WINDOW, "head_dim": 16}),
+    "mixtral": ("Mixtral", {**SHAPE, "num_local_experts": 4, "sliding_window": WINDOW}),
     "mpt": ("Mpt", {**COMMON, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}),
-    "olmo": ("Olmo", SIZES),
-    "olmo3": ("Olmo3", {**SIZES, **KINDS}),
-    "olmoe": ("Olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
-    "phi": ("Phi", SIZES),
-    "qwen2": ("Qwen2", {**SIZES, **KINDS, "use_sliding_window": True}),
-    "qwen2_moe": ("Qwen2Moe", {**SIZES, **KINDS, **EXPERTS, "num_experts": 4,
+    "olmo": ("Olmo", SHAPE),
+    "olmo3": ("Olmo3", {**SHAPE, **KINDS}),
+    "olmoe": ("Olmoe", {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "phi": ("Phi", SHAPE),
+    "qwen2": ("Qwen2", {**SHAPE, **KINDS, "use_sliding_window": True}),
+    "qwen2_moe": ("Qwen2Moe", {**SHAPE, **KINDS, **EXPERTS, "num_experts": 4,
                                "use_sliding_window": True,
                                "shared_expert_intermediate_size": 48}),
-    "qwen3": ("Qwen3", {**SIZES, **KINDS, "use_sliding_window": True, "head_dim": 16}),
-    "smollm3": ("SmolLM3", {**SIZES, **KINDS, "use_sliding_window": True}),
-    "stablelm": ("StableLm", SIZES),
-    "starcoder2": ("Starcoder2", {**SIZES, "sliding_window": WINDOW}),
+    "qwen3": ("Qwen3", {**SHAPE, **KINDS, "use_sliding_window": True, "head_dim": 16}),
+    "smollm3": ("SmolLM3", {**SHAPE, **KINDS, "use_sliding_window": True}),
+    "stablelm": ("StableLm", SHAPE),
+    "starcoder2": ("Starcoder2", {**SHAPE, "sliding_window": WINDOW}),
 }  # fmt: skip
 OF_THE_ENGINE = {"llama of the Hub", "qwen2 of the Hub", "qwen3 of the Hub"}
 """Networks whose forward pass is the engine's own."""
@@ -152,7 +137,7 @@ async def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(
 
 async def test_kinds_of_layers_that_the_network_ignores(tmp_path: Path) -> None:
     """Ministral 3 uses its window in all layers, whatever `layer_types` says."""
-    config: PreTrainedConfig = Ministral3Config(**SIZES, **KINDS, head_dim=16)
+    config: PreTrainedConfig = Ministral3Config(**SHAPE, **KINDS, head_dim=16)
     published = publish(build(config), tmp_path)
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     assert await together(published, prompts) == [

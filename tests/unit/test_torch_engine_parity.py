@@ -15,6 +15,7 @@ from serving.engines.torch_engine.llama import Linear, padded_count
 from serving.engines.torch_engine.staging import llama_shape, read_config
 from tests.hub_checkpoints import config_of
 from tests.torch_engine_fixtures import (
+    SHAPE,
     VOCAB,
     ask,
     ask_all,
@@ -28,18 +29,6 @@ from tests.torch_engine_fixtures import (
     tokens,
 )
 
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
