@@ -1,5 +1,6 @@
 """A hub that takes uploads with and without `hf_xet`, and a new repository in it for each test."""
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import CommitOperationAdd, constants
+from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
+from pipeline.hub.large_files import LargeFiles
 from tests.hub_fixtures import RunningHub, running_hub
 
 LARGE = bytes(range(256)) * 8_000
@@ -116,3 +119,35 @@ def files(folder: Path, **contents: bytes) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     return folder
+
+
+@pytest.fixture
+def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
+    """A dataset of this test's own."""
+    name = f"local/{hashlib.sha256(request.node.name.encode()).hexdigest()[:12]}"
+    hub.create_dataset(name)
+    return name
+
+
+def files_of(hub: RunningHub, name: str) -> LargeFiles:
+    return LargeFiles(hub.folder(name))
+
+
+def upload_large_files(hub: RunningHub, name: str, *contents: Any) -> None:
+    additions = [
+        CommitOperationAdd(path_in_repo=f"{number}.bin", path_or_fileobj=content)
+        for number, content in enumerate(contents)
+    ]
+    send_large_files(hub, name, additions)
+
+
+def send_large_files(hub: RunningHub, name: str, additions: list[CommitOperationAdd]) -> None:
+    """As `create_commit` does before it makes the commit."""
+    _upload_files(
+        additions=additions,
+        repo_type="dataset",
+        repo_id=name,
+        headers={"authorization": f"Bearer {hub.token}"},
+        endpoint=hub.url,
+        revision="main",
+    )

@@ -6,19 +6,19 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from cryptography.fernet import Fernet
 from huggingface_hub import CommitOperationAdd, constants
-from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
-from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.routes.large_files import sign
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
+from tests.uploads_fixtures import files_of, name, send_large_files, upload_large_files
+
+__all__ = ["name"]
 
 # What the client itself does when it sends a file without Xet.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -35,36 +35,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
 
 
 @pytest.fixture
-def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
-    """A dataset of this test's own."""
-    name = f"local/{hashlib.sha256(request.node.name.encode()).hexdigest()[:12]}"
-    hub.create_dataset(name)
-    return name
-
-
-@pytest.fixture
 def no_xet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-
-
-def files_of(hub: RunningHub, name: str) -> LargeFiles:
-    return LargeFiles(hub.folder(name))
-
-
-def upload(hub: RunningHub, name: str, *contents: Any) -> None:
-    """As `create_commit` does before it makes the commit."""
-    additions = [
-        CommitOperationAdd(path_in_repo=f"{number}.bin", path_or_fileobj=content)
-        for number, content in enumerate(contents)
-    ]
-    _upload_files(
-        additions=additions,
-        repo_type="dataset",
-        repo_id=name,
-        headers={"authorization": f"Bearer {hub.token}"},
-        endpoint=hub.url,
-        revision="main",
-    )
 
 
 def batch(
@@ -94,18 +66,18 @@ def put(url: str, content: bytes = CONTENT, method: str = "PUT") -> httpx.Respon
 
 @pytest.mark.usefixtures("no_xet")
 def test_the_client_without_xet_sends_each_file_once(hub: RunningHub, name: str) -> None:
-    upload(hub, name, CONTENT, b"x" * 500)
+    upload_large_files(hub, name, CONTENT, b"x" * 500)
     files = files_of(hub, name)
     assert set(files.oids()) == {OID, hashlib.sha256(b"x" * 500).hexdigest()}
     assert files.path(OID).read_bytes() == CONTENT
     before = files.path(OID).stat().st_ino
-    upload(hub, name, CONTENT)
+    upload_large_files(hub, name, CONTENT)
     assert files.path(OID).stat().st_ino == before
     assert list(files.incoming.iterdir()) == []
 
 
 def test_what_is_no_file_on_a_disk_comes_too(hub: RunningHub, name: str) -> None:
-    upload(hub, name, io.BytesIO(CONTENT))
+    upload_large_files(hub, name, io.BytesIO(CONTENT))
     assert files_of(hub, name).size(OID) == len(CONTENT)
 
 
@@ -217,14 +189,7 @@ def test_a_file_that_changes_while_it_is_sent_is_not_stored(
     assert addition.upload_info.sha256.hex() == OID
     file.write_bytes(CONTENT[::-1])
     with pytest.raises(RuntimeError) as caught:
-        _upload_files(
-            additions=[addition],
-            repo_type="dataset",
-            repo_id=name,
-            headers={"authorization": f"Bearer {hub.token}"},
-            endpoint=hub.url,
-            revision="main",
-        )
+        send_large_files(hub, name, [addition])
     assert isinstance(caught.value.__cause__, HfHubHTTPError)
     assert "the file changed while it was sent" in str(caught.value.__cause__)
     assert list(files_of(hub, name).oids()) == []

@@ -12,15 +12,15 @@ import httpx
 import lz4.frame
 import pytest
 from cryptography.fernet import Fernet
-from huggingface_hub import CommitOperationAdd
-from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
 from pipeline.hub import xet
 from pipeline.hub.cipher import GRANT_SECONDS, Cipher
-from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.xet import list_chunks
 from tests.hub_fixtures import RunningHub, running_hub
+from tests.uploads_fixtures import files_of, name, upload_large_files
+
+__all__ = ["name"]
 
 MAX_FILE_BYTES = 200_000_000
 CONTENT = random.Random(17).randbytes(100_000)  # the same in each process of the tests
@@ -37,45 +37,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
             yield hub
 
 
-@pytest.fixture
-def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
-    """A dataset of this test's own."""
-    name = f"local/{hashlib.sha256(request.node.name.encode()).hexdigest()[:12]}"
-    hub.create_dataset(name)
-    return name
-
-
-def folder_of(hub: RunningHub, name: str) -> Path:
-    return hub.folder(name)
-
-
-def files_of(hub: RunningHub, name: str) -> LargeFiles:
-    return LargeFiles(folder_of(hub, name))
-
-
 def xorbs_of(hub: RunningHub, name: str) -> dict[str, int]:
-    found = (folder_of(hub, name) / "lfs" / "xet").glob("*/*")
+    found = (hub.folder(name) / "lfs" / "xet").glob("*/*")
     return {path.name: path.stat().st_size for path in found}
 
 
 def upload(hub: RunningHub, name: str, *contents: bytes | Path) -> None:
-    """As `create_commit` does before it makes the commit."""
-    additions = [
-        CommitOperationAdd(path_in_repo=f"{number}.bin", path_or_fileobj=content)
-        for number, content in enumerate(contents)
-    ]
-    _upload_files(
-        additions=additions,
-        repo_type="dataset",
-        repo_id=name,
-        headers={"authorization": f"Bearer {hub.token}"},
-        endpoint=hub.url,
-        revision="main",
-    )
-    for addition, content in zip(additions, contents, strict=True):
+    upload_large_files(hub, name, *contents)
+    for content in contents:
         content = content if isinstance(content, bytes) else content.read_bytes()
-        oid = addition.upload_info.sha256.hex()
-        assert oid == hashlib.sha256(content).hexdigest()
+        oid = hashlib.sha256(content).hexdigest()
         assert files_of(hub, name).path(oid).read_bytes() == content
 
 
@@ -132,7 +103,7 @@ def test_files_of_every_kind_come_whole(hub: RunningHub, name: str, tmp_path: Pa
     (tmp_path / "noise").write_bytes(os.urandom(1_000_000))
     upload(hub, name, text, numbers, tmp_path / "noise", b"x", text[:1000])
     schemes = set()
-    for path in (folder_of(hub, name) / "lfs" / "xet").glob("*/*"):
+    for path in (hub.folder(name) / "lfs" / "xet").glob("*/*"):
         with path.open("rb") as file:
             schemes |= {each.scheme for each in list_chunks(file)}
     assert schemes == {0, 1, 2}, "not packed, LZ4, and LZ4 of grouped bytes"
@@ -156,9 +127,9 @@ def test_a_client_sends_again_what_the_hub_has_emptied(hub: RunningHub, name: st
     before, _ = access(hub, name)
     files = files_of(hub, name)
     files.remove(files.oids())
-    xet.empty(folder_of(hub, name), grace_seconds=3600)
+    xet.empty(hub.folder(name), grace_seconds=3600)
     assert access(hub, name)[0] == before, "an upload may have begun"
-    xet.empty(folder_of(hub, name), grace_seconds=0)
+    xet.empty(hub.folder(name), grace_seconds=0)
     assert xorbs_of(hub, name) == {}
     assert access(hub, name)[0] != before
     upload(hub, name, content)
@@ -170,7 +141,7 @@ def test_a_hub_that_lost_a_xorb_gets_it_by_the_next_upload(hub: RunningHub, name
     upload(hub, name, content)
     files = files_of(hub, name)
     files.remove(list(files.oids()))
-    for path in (folder_of(hub, name) / "lfs" / "xet").glob("*/*"):
+    for path in (hub.folder(name) / "lfs" / "xet").glob("*/*"):
         path.unlink()
     with pytest.raises(ConnectionError, match="400 Bad Request"):
         upload(hub, name, content)
@@ -337,7 +308,7 @@ def test_what_else_a_client_asks_is_not_there(hub: RunningHub, name: str) -> Non
 
 def test_a_store_that_was_emptied_meanwhile_is_told(hub: RunningHub, name: str) -> None:
     url, headers = access(hub, name)
-    xet.empty(folder_of(hub, name), grace_seconds=0)
+    xet.empty(hub.folder(name), grace_seconds=0)
     for path in (f"/v1/xorbs/default/{HASH}", "/v1/shards"):
         answer = post(f"{url}{path}", XORB, headers)
         assert (answer.status_code, "start the upload again" in answer.text) == (400, True)
