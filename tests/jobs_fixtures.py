@@ -138,6 +138,13 @@ def revisions(new: str, old: str | None = None) -> RevisionRange:
     )
 
 
+def claim(store: JobStore, owner: str = "me", lease_seconds: float = 60) -> Job:
+    """The job that is due, which runs now."""
+    job = store.claim(owner, lease_seconds)
+    assert job is not None and job.state == "RUNNING"
+    return job
+
+
 def lost(job: Job) -> JobOutcome:
     return failure(job, stage="lost", reason="Its process vanished.")
 

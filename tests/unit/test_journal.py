@@ -10,6 +10,7 @@ from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.doctor.facts import Journal, advice_after_refusal
+from tests.jobs_fixtures import claim
 
 
 def test_after_an_error_of_the_store_the_next_call_returns_the_lines(
@@ -49,8 +50,7 @@ def test_a_refusal_is_told_until_a_later_job_has_decided_about_the_rows(
     )
     with JobStore.open(tmp_path / "jobs.sqlite") as store:
         for outcome in outcomes:
-            job = store.submit(JobSpec(command=("true",), pipeline="facts"))
-            assert store.claim("me", 60) is not None
-            store.finish(job.id, "me", outcome)
+            store.submit(JobSpec(command=("true",), pipeline="facts"))
+            store.finish(claim(store).id, "me", outcome)
         advice = advice_after_refusal(store.list(pipeline="facts"))
     assert ("the gate rejected c0ffeec0ffee" in (advice or "")) is is_told

@@ -13,6 +13,7 @@ from jobs.outcome_of_exit import Exit, Lost, StopReason, outcome_of_exit, record
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
 from jobs.store import JobStore
+from tests.jobs_fixtures import claim
 
 EXITED, KILLED, VANISHED = Exit(code=1), Exit(code=-9), Exit()
 
@@ -76,10 +77,7 @@ def test_each_wait_is_four_times_the_one_before(tmp_path: Path) -> None:
     with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now) as store:
         store.submit(JobSpec(command=("train",), pipeline="faq"))
         for _ in range(2):
-            job = store.claim("me", 60)
-            assert job is not None
-            waits.append(
-                record_end(store, job, tmp_path, Exit(code=75), None, settings).run_after - now
-            )
+            ended = record_end(store, claim(store), tmp_path, Exit(code=75), None, settings)
+            waits.append(ended.run_after - now)
             now += waits[-1]
     assert waits == [10.0, 40.0]

@@ -15,6 +15,7 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.cli.progress import follow_output, follow_stages
 from pipeline.paths import Home
+from tests.jobs_fixtures import claim
 
 
 @pytest.fixture
@@ -31,16 +32,14 @@ def shown(store: JobStore, job_id: str, home: Home, *, terminal: bool) -> list[s
     return [line.rstrip() for line in stream.getvalue().splitlines() if line.strip()]
 
 
-def claim(store: JobStore) -> str:
+def started(store: JobStore) -> str:
     store.submit(JobSpec(command=("sleep", "100")))
-    job = store.claim("me", 60)
-    assert job is not None
-    return job.id
+    return claim(store).id
 
 
 def test_a_command_that_runs_does_not_wait(home: Home) -> None:
     with JobStore.open(home.jobs_database) as store:
-        job_id = claim(store)
+        job_id = started(store)
         lines = shown(store, job_id, home, terminal=True)
     assert any(re.search(r"\brunning\b", line) for line in lines), lines
     assert not any("train" in line for line in lines)
@@ -50,7 +49,7 @@ def test_a_stage_that_measures_shows_how_much_is_done(home: Home) -> None:
     now = {"time": time.time(), "stage": "measure"}
     events = ({"event": "start"}, {"event": "measured", "measured": 300, "rows": 400})
     with JobStore.open(home.jobs_database) as store:
-        job_id = claim(store)
+        job_id = started(store)
         folder = home.jobs_dir / job_id
         folder.mkdir()
         text = "".join(json.dumps(now | event) + "\n" for event in events)
@@ -85,8 +84,7 @@ def test_a_job_behind_another_names_the_job_that_it_waits_for(
     retraining = JobSpec(command=("true",), pipeline="notes")
     with JobStore.open(home.jobs_database) as store:
         store.submit(retraining, by_hand=True)
-        training = store.claim("me", 60)
-        assert training is not None
+        training = claim(store)
         behind = store.submit(retraining, by_hand=True)
         follow_output(store, behind.id, home, io.BytesIO(), deadline=time.monotonic() + 0.3)
         assert capsys.readouterr().err == f"waits: {training.id} is running\n", "once"
@@ -104,7 +102,7 @@ def test_a_job_behind_another_names_the_job_that_it_waits_for(
 @pytest.mark.parametrize("terminal", [True, False])
 def test_stages_have_the_times_of_the_job_and_not_of_who_looks(home: Home, terminal: bool) -> None:
     with JobStore.open(home.jobs_database) as store:
-        job_id = claim(store)
+        job_id = started(store)
         now = time.time()
         folder = home.jobs_dir / job_id
         folder.mkdir()
@@ -130,7 +128,7 @@ def lines_of_events(
     """What is printed without a terminal while a job writes these events, each at its time."""
     stream = io.StringIO()
     with JobStore.open(home.jobs_database) as store:
-        job_id, get = claim(store), store.get
+        job_id, get = started(store), store.get
         (home.jobs_dir / job_id).mkdir()
 
         def get_after_one_more(job: str) -> Job:

@@ -5,13 +5,7 @@ import pytest
 from jobs.errors import PendingJob
 from jobs.job import Head, Job
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, FAILED, delivery, lost, spec
-
-
-def claim(store: JobStore) -> Job:
-    job = store.claim("me", 60)
-    assert job is not None
-    return job
+from tests.jobs_fixtures import DONE, FAILED, claim, delivery, lost, spec
 
 
 def new_sha(job: Job) -> str | None:

@@ -6,15 +6,13 @@ from jobs.errors import JobNotFound
 from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, FAILED, Clock, answer_to, delivery, spec
+from tests.jobs_fixtures import DONE, FAILED, Clock, answer_to, claim, delivery, spec
 
 
 def end(store: JobStore, number: int, outcome: JobOutcome = DONE, **values: object) -> Job:
     """A job of the delivery `d<number>` that has ended."""
     store.submit(spec(f"{number}", **values), delivery=delivery(f"d{number}"))
-    job = store.claim("me", 60)
-    assert job is not None
-    return store.finish(job.id, "me", outcome)
+    return store.finish(claim(store).id, "me", outcome)
 
 
 def test_old_jobs_that_ended_go_with_their_deliveries(store: JobStore, clock: Clock) -> None:
@@ -45,8 +43,7 @@ def test_old_jobs_that_ended_go_with_their_deliveries(store: JobStore, clock: Cl
 def test_what_waits_and_what_runs_stays_however_old(store: JobStore, clock: Clock) -> None:
     lost = end(store, 0, FAILED).id
     store.submit(spec("1"), delivery=delivery("d1"))
-    runs = store.claim("me", 1e9)
-    assert runs is not None
+    runs = claim(store, lease_seconds=1e9)
     waits = store.submit(spec("2", "1"), delivery=delivery("d2"))
     clock.now += 1e6
     assert store.forget(clock.now, newest=1) == [lost]

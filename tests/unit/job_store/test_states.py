@@ -9,7 +9,7 @@ from jobs.errors import JobNotFound, LeaseLost
 from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, lost, spec
+from tests.jobs_fixtures import DONE, FAILED, Clock, claim, delivery, lost, spec
 
 
 @pytest.mark.parametrize(
@@ -26,19 +26,13 @@ def test_the_outcome_says_the_state(
     store: JobStore, clock: Clock, outcome: JobOutcome | None, state: str
 ) -> None:
     store.submit(spec())
-    job = store.claim("me", 60)
-    assert job is not None and job.started_at == clock.now
+    job = claim(store)
+    assert job.started_at == clock.now
     clock.now += 7
     ended = store.finish(job.id, "me", outcome)
     assert ended == store.get(job.id)
     assert (ended.state, ended.outcome, ended.ended_at) == (state, outcome, clock.now)
     assert ended.owner is None and ended.has_ended
-
-
-def claim(store: JobStore, owner: str = "me", lease_seconds: float = 60) -> Job:
-    job = store.claim(owner, lease_seconds)
-    assert job is not None and job.state == "RUNNING"
-    return job
 
 
 def test_a_lost_job_is_attempted_again_up_to_its_limit(store: JobStore) -> None:
@@ -209,8 +203,7 @@ def test_cancel_by_state(store: JobStore) -> None:
     assert cancelled.outcome.delivery_ids == ("d1",)
     assert store.claim("me", 60) is None
     store.submit(spec())
-    running = store.claim("me", 60)
-    assert running is not None
+    running = claim(store)
     assert store.cancel(running.id).state == "RUNNING"
     assert store.heartbeat(running.id, "me", 60).cancel_requested
     ended = store.finish(running.id, "me", JobOutcome(result="cancelled"))
