@@ -2,7 +2,6 @@
 sealed again, so that the fault is found for what it is."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from serving.weights import publish
-from serving.weights.index import INDEX_FILE, digest_file, read_header
+from serving.weights.index import digest_file, read_header
 from serving.weights.release import RELEASE_FILE, Release, files_digest
 from serving.weights.release_store import load_release, next_number
 from serving.weights.shards import read_tensors
@@ -29,20 +28,6 @@ class BadRelease:
 Fault = Callable[[Path, Release], BadRelease]
 
 
-def lose_a_shard(pipeline_dir: Path, good: Release) -> BadRelease:
-    file, _ = _place(good)
-    folder = _copied(pipeline_dir, good)
-    (folder / file).unlink()
-    return BadRelease(release_id=folder.name, named=(file,))
-
-
-def truncate_a_shard(pipeline_dir: Path, good: Release) -> BadRelease:
-    file, _ = _place(good)
-    folder = _copied(pipeline_dir, good)
-    os.truncate(folder / file, (folder / file).stat().st_size - 4)
-    return BadRelease(release_id=folder.name, named=(file,))
-
-
 def flip_a_bit(pipeline_dir: Path, good: Release) -> BadRelease:
     file, name = _place(good)
     folder = _copied(pipeline_dir, good)
@@ -50,20 +35,6 @@ def flip_a_bit(pipeline_dir: Path, good: Release) -> BadRelease:
     content[read_header(folder / file)[name].begin] ^= 1
     (folder / file).write_bytes(content)
     return BadRelease(release_id=folder.name, named=(file,))
-
-
-def leave_a_tensor_out_of_the_index(pipeline_dir: Path, good: Release) -> BadRelease:
-    _, name = _place(good)
-    folder = _copied(pipeline_dir, good)
-    _edit(folder / INDEX_FILE, lambda content: content["weight_map"].pop(name))
-    return BadRelease(release_id=_sealed(folder), named=(INDEX_FILE, name))
-
-
-def add_a_tensor_to_the_index(pipeline_dir: Path, good: Release) -> BadRelease:
-    file, _ = _place(good)
-    folder, surplus = _copied(pipeline_dir, good), {"surplus.weight": file}
-    _edit(folder / INDEX_FILE, lambda content: content["weight_map"].update(surplus))
-    return BadRelease(release_id=_sealed(folder), named=(INDEX_FILE, "surplus.weight"))
 
 
 def add_a_token(pipeline_dir: Path, good: Release) -> BadRelease:
@@ -100,13 +71,10 @@ def put_a_nan(pipeline_dir: Path, good: Release) -> BadRelease:
 
 
 OF_FILES: dict[str, Fault] = {
-    "missing shard": lose_a_shard,
-    "truncated shard": truncate_a_shard,
     "wrong sha256": flip_a_bit,
-    "tensor missing from the index": leave_a_tensor_out_of_the_index,
-    "tensor surplus in the index": add_a_tensor_to_the_index,
     "tokenizer that does not fit": add_a_token,
 }
+"""What else the server finds in files: integration/test_publish_release.py."""
 OF_WEIGHTS: dict[str, Fault] = {
     "wrong shape": cut_a_row_off,
     "wrong dtype": store_integers,
