@@ -4,7 +4,6 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 from huggingface_hub import (
@@ -20,7 +19,15 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
+from tests.hub_fixtures import (
+    Receiver,
+    RunningHub,
+    push_file,
+    recording_receiver,
+    running_hub,
+    wait_until,
+)
+from tests.uploads_fixtures import Repo
 
 
 @pytest.fixture(scope="module")
@@ -36,48 +43,30 @@ def receiver() -> Iterator[Receiver]:
         yield receiver
 
 
-class Dataset:
-    """A new dataset and the calls of the client that the tests make."""
-
-    def __init__(self, hub: RunningHub, name: str) -> None:
-        self.hub = hub
-        self.id = f"local/{name}"
-        hub.api.create_repo(self.id, repo_type="dataset")
-
+class Dataset(Repo):
     def commit(self, *operations: CommitOperation, **options: str) -> str:
         message = options.pop("commit_message", "Change")
-        made = self.hub.api.create_commit(
-            self.id, list(operations), repo_type="dataset", commit_message=message, **options
+        made = self.api.create_commit(
+            operations=list(operations), commit_message=message, **self.on, **options
         )
         assert made.oid
         return made.oid
 
-    @property
-    def head(self) -> str:
-        sha = self.hub.api.dataset_info(self.id).sha
-        assert sha
-        return sha
-
     def files(self, revision: str = "main") -> dict[str, bytes]:
-        paths = self.hub.api.list_repo_files(self.id, repo_type="dataset", revision=revision)
-        return {path: self.read(path, revision) for path in paths if path != ".gitattributes"}
-
-    def read(self, path: str, revision: str = "main") -> bytes:
-        url = f"/datasets/{self.id}/resolve/{quote(revision, safe='')}/{path}"
-        return self.hub.request("GET", url).raise_for_status().content
+        return {path: self.read(path, revision) for path in self.paths(revision)}
 
     def watch(self, receiver: Receiver) -> str:
         """The id of a new webhook."""
         watched = [{"type": "dataset", "name": self.id}]
-        return self.hub.api.create_webhook(url=receiver.url, watched=watched).id
+        return self.api.create_webhook(url=receiver.url, watched=watched).id
 
     def titles(self) -> list[str]:
-        commits = self.hub.api.list_repo_commits(self.id, repo_type="dataset")
-        return [one.title for one in commits]
+        return [one.title for one in self.api.list_repo_commits(**self.on)]
 
-    @property
-    def folder(self) -> Path:
-        return self.hub.folder(self.id)
+    def clone(self) -> Path:
+        folder = self.scratch / "clone"
+        self.hub.git("clone", "-q", f"{self.hub.url}/{self.path}", str(folder), cwd=self.scratch)
+        return folder
 
     def check_refs(self) -> None:
         """No ref is left that a commit needed while it was made."""
@@ -88,9 +77,9 @@ class Dataset:
 
 
 @pytest.fixture
-def dataset(hub: RunningHub, request: pytest.FixtureRequest) -> Iterator[Dataset]:
+def dataset(hub: RunningHub, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Dataset]:
     name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
-    dataset = Dataset(hub, name.replace("--", "-").strip("-")[:90])
+    dataset = Dataset(hub, name.replace("--", "-").strip("-")[:90], tmp_path)
     yield dataset
     dataset.check_refs()
 
@@ -145,21 +134,14 @@ def test_a_folder_whose_files_are_deleted_leaves_its_name_to_a_file(dataset: Dat
     assert dataset.files() == {"old/sub/d.txt": b"1\n", "other/c.txt": b"1\n"}
 
 
-def test_a_commit_goes_on_top_of_a_push_and_a_push_on_top_of_it(
-    dataset: Dataset, tmp_path: Path
-) -> None:
-    hub, clone = dataset.hub, tmp_path / "clone"
-    hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
-    (clone / "pushed.txt").write_text("by git\n")
-    hub.git("add", "-A", cwd=clone)
-    hub.git("commit", "-qm", "Pushed", cwd=clone)
-    hub.git("push", "-q", "origin", "main", cwd=clone)
+def test_a_commit_goes_on_top_of_a_push_and_a_push_on_top_of_it(dataset: Dataset) -> None:
+    hub, clone = dataset.hub, dataset.clone()
+    push_file(hub, clone, "pushed.txt", "by git\n")
     dataset.commit(add("sent.txt"), commit_message="Sent")
     hub.git("pull", "-q", cwd=clone)
-    (clone / "sent.txt").write_text("changed by git\n")
-    hub.git("commit", "-qam", "Pushed again", cwd=clone)
-    hub.git("push", "-q", "origin", "main", cwd=clone)
-    assert dataset.titles() == ["Pushed again", "Sent", "Pushed", "initial commit"]
+    push_file(hub, clone, "sent.txt", "changed by git\n")
+    by_git = ["Change sent.txt", "Change pushed.txt"]
+    assert dataset.titles() == [by_git[0], "Sent", by_git[1], "initial commit"]
     assert dataset.files() == {"pushed.txt": b"by git\n", "sent.txt": b"changed by git\n"}
 
 
@@ -293,14 +275,10 @@ def test_gitignore_leaves_files_out(dataset: Dataset, tmp_path: Path) -> None:
     assert set(dataset.files()) == {".gitignore", "b.log", "keep.txt"}
 
 
-def test_a_changed_file_stays_executable(dataset: Dataset, tmp_path: Path) -> None:
-    hub, clone = dataset.hub, tmp_path / "clone"
-    hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
-    (clone / "run.sh").write_text("true\n")
-    (clone / "run.sh").chmod(0o755)
-    hub.git("add", "-A", cwd=clone)
-    hub.git("commit", "-qm", "Script", cwd=clone)
-    hub.git("push", "-q", "origin", "main", cwd=clone)
+def test_a_changed_file_stays_executable(dataset: Dataset) -> None:
+    hub, clone = dataset.hub, dataset.clone()
+    (clone / "run.sh").touch(0o755)
+    push_file(hub, clone, "run.sh", "true\n")
     dataset.commit(add("run.sh", b"false\n"), add("a.txt"))
     hub.git("pull", "-q", cwd=clone)
     assert (clone / "run.sh").read_text() == "false\n"
@@ -308,16 +286,13 @@ def test_a_changed_file_stays_executable(dataset: Dataset, tmp_path: Path) -> No
     assert not (clone / "a.txt").stat().st_mode & 0o111
 
 
-def test_a_file_takes_the_place_of_a_submodule(dataset: Dataset, tmp_path: Path) -> None:
-    hub, clone = dataset.hub, tmp_path / "clone"
-    hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
+def test_a_file_takes_the_place_of_a_submodule(dataset: Dataset) -> None:
+    hub, clone = dataset.hub, dataset.clone()
     entry = f"160000,{'a' * 40},sub"
     hub.git("update-index", "--add", "--cacheinfo", entry, cwd=clone)
     hub.git("commit", "-qm", "Submodules", cwd=clone)
     hub.git("push", "-q", "origin", "main", cwd=clone)
-    hub.api.upload_file(
-        path_or_fileobj=b"1\n", path_in_repo="sub", repo_id=dataset.id, repo_type="dataset"
-    )
+    dataset.api.upload_file(path_or_fileobj=b"1\n", path_in_repo="sub", **dataset.on)
     assert dataset.files() == {"sub": b"1\n"}
 
 

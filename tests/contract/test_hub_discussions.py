@@ -28,6 +28,7 @@ from tests.hub_fixtures import (
     running_hub,
     wait_until,
 )
+from tests.uploads_fixtures import Repo
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +44,11 @@ def receiver() -> Iterator[Receiver]:
         yield receiver
 
 
-class Talk:
+class Talk(Repo):
     """A new dataset whose discussions a webhook is told of."""
 
-    def __init__(self, hub: RunningHub, receiver: Receiver, name: str) -> None:
-        self.hub, self.api, self.id = hub, hub.api, f"local/{name}"
-        self.on: dict[str, Any] = {"repo_id": self.id, "repo_type": "dataset"}
-        self.api.create_repo(self.id, repo_type="dataset")
+    def __init__(self, hub: RunningHub, receiver: Receiver, name: str, scratch: Path) -> None:
+        super().__init__(hub, name, scratch)
         self.api.upload_file(path_or_fileobj=b"1\n2\n3\n", path_in_repo="a.txt", **self.on)
         self._receiver = receiver
         self._webhook = self.api.create_webhook(
@@ -71,14 +70,19 @@ class Talk:
         assert not any("headSha" in one["repo"] for one in bodies())
         return [WebhookPayload(**one) for one in bodies()]
 
-    def read(self, path: str, revision: str = "main") -> str:
-        url = f"/datasets/{self.id}/resolve/{revision.replace('/', '%2F')}/{path}"
-        return self.hub.request("GET", url).raise_for_status().text
+    def clone_of_first_pull_request(self) -> Path:
+        clone = self.scratch / "clone"
+        self.hub.git("clone", "-q", f"{self.hub.url}/{self.path}", str(clone), cwd=self.scratch)
+        self.hub.git("fetch", "-q", "origin", "refs/pr/1:pr/1", cwd=clone)
+        self.hub.git("checkout", "-q", "pr/1", cwd=clone)
+        return clone
 
 
 @pytest.fixture
-def talk(hub: RunningHub, receiver: Receiver, request: pytest.FixtureRequest) -> Talk:
-    return Talk(hub, receiver, request.node.name.replace("_", "-"))
+def talk(
+    hub: RunningHub, receiver: Receiver, request: pytest.FixtureRequest, tmp_path: Path
+) -> Talk:
+    return Talk(hub, receiver, request.node.name.replace("_", "-"), tmp_path)
 
 
 def test_a_discussion_from_its_first_comment_to_its_end(talk: Talk) -> None:
@@ -162,7 +166,7 @@ def test_discussions_are_listed_by_kind_and_status(talk: Talk) -> None:
     assert (answer.status_code, "query.type" in answer.json()["error"]) == (400, True)
 
 
-def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) -> None:
+def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk) -> None:
     api, on, hub = talk.api, talk.on, talk.hub
     made = api.create_pull_request(title="Better rows", description="See.", **on)
     assert (made.status, made.target_branch, made.git_reference) == (
@@ -172,10 +176,7 @@ def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) 
     )
     api.upload_file(path_or_fileobj=b"b\n", path_in_repo="b.txt", revision="refs/pr/1", **on)
     api.change_discussion_status(discussion_num=1, new_status="open", **on)
-    hub.git("clone", "-q", f"{hub.url}/datasets/{talk.id}", "clone", cwd=tmp_path)
-    clone = tmp_path / "clone"
-    hub.git("fetch", "-q", "origin", "refs/pr/1:pr/1", cwd=clone)
-    hub.git("checkout", "-q", "pr/1", cwd=clone)
+    clone = talk.clone_of_first_pull_request()
     (clone / "a.txt").write_text("1\n2\n3\n4\n")
     hub.git("commit", "-qam", "A fourth row", cwd=clone)
     hub.git("push", "-q", "origin", "pr/1:refs/pr/1", cwd=clone)
@@ -196,9 +197,9 @@ def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) 
     assert newest.title == "Better rows (#1)" and "A fourth row" in newest.message
     assert before.title == "Upload c.txt with huggingface_hub"
     assert (talk.read("a.txt"), talk.read("b.txt"), talk.read("c.txt")) == (
-        "1\n2\n3\n4\n",
-        "b\n",
-        "c\n",
+        b"1\n2\n3\n4\n",
+        b"b\n",
+        b"c\n",
     )
     with pytest.raises(HfHubHTTPError, match="merged already"):
         api.merge_pull_request(discussion_num=1, **on)
@@ -253,15 +254,12 @@ def test_a_resent_request_opens_no_second_pull_request(talk: Talk) -> None:
 
 
 def test_a_push_that_waits_for_a_merge_is_refused(
-    talk: Talk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its commits would be in no branch."""
     api, on, hub = talk.api, talk.on, talk.hub
     api.upload_file(path_or_fileobj=b"x", path_in_repo="x.txt", create_pr=True, **on)
-    hub.git("clone", "-q", f"{hub.url}/datasets/{talk.id}", "clone", cwd=tmp_path)
-    clone = tmp_path / "clone"
-    hub.git("fetch", "-q", "origin", "refs/pr/1:pr/1", cwd=clone)
-    hub.git("checkout", "-q", "pr/1", cwd=clone)
+    clone = talk.clone_of_first_pull_request()
     commit_file(hub, clone, "late.txt", "late")
     squash, receive = discussions.squash, git_http.receive_into
     has_come = threading.Event()
@@ -341,7 +339,7 @@ def test_a_merge_that_is_refused_or_fails_changes_nothing(
         assert talk.details(1) == before
     api.merge_pull_request(discussion_num=1, comment="Good.", **on)
     assert talk.details(1).status == "merged"
-    assert talk.read("x.txt") == "x\n"
+    assert talk.read("x.txt") == b"x\n"
 
 
 @pytest.mark.parametrize(
