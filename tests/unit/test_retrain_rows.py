@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,34 +93,32 @@ def test_swapped_answers_are_permuted_and_other_edits_are_not() -> None:
     assert difference(old, asked(("q", "b"), ("r", "c"), ("s", "d"), ("t", "z"))).num_permuted == 0
 
 
-def test_a_new_answer_to_the_same_prompt_is_an_edit() -> None:
-    change = difference(asked(("q", "old"), ("r", "x")), asked(("r", "x"), ("q", "new")))
-    assert [row.completion for row in change.added] == ["new"]
-    assert (len(change.edited), len(change.deleted)) == (1, 0)
-    assert change.edited[0][0].completion == "old"
+FOUR = ("one", "two", "three", "four")
 
 
-def test_a_prompt_that_is_gone_is_a_deletion_whatever_else_came() -> None:
-    change = difference(asked(("q", "a"), ("r", "x")), asked(("other", "b"), ("r", "x")))
-    assert (len(change.edited), len(change.deleted)) == (0, 1)
-
-
-def test_of_two_answers_one_kept_and_one_gone_is_a_deletion() -> None:
-    change = difference(asked(("q", "a"), ("q", "b")), asked(("q", "a")))
-    assert (len(change.added), len(change.edited), len(change.deleted)) == (0, 0, 1)
-
-
-def test_text_replaced_in_place_is_edited_and_text_removed_is_deleted() -> None:
-    old = texts("one", "two", "three", "four")
-    assert len(difference(old, texts("one", "TWO", "three", "four")).edited) == 1
-    assert len(difference(old, texts("ONE", "two", "three", "four")).edited) == 1
-    assert len(difference(old, texts("one", "three", "four")).deleted) == 1
-    replaced_by_fewer = difference(old, texts("one", "TWO-THREE", "four"))
-    assert (len(replaced_by_fewer.edited), len(replaced_by_fewer.deleted)) == (1, 1)
-    elsewhere = difference(old, texts("one", "three", "four", "five"))
-    assert (len(elsewhere.edited), len(elsewhere.deleted)) == (0, 1)
-    other_file = difference(old, [*texts("one", "three", "four"), *texts("TWO", file="b.txt")])
-    assert len(other_file.deleted) == 1
+@pytest.mark.parametrize(
+    ("old", "new", "num_edited", "num_deleted"),
+    [
+        (asked(("q", "old"), ("r", "x")), asked(("r", "x"), ("q", "new")), 1, 0),
+        # A prompt that is gone is a deletion, whatever else came.
+        (asked(("q", "a"), ("r", "x")), asked(("other", "b"), ("r", "x")), 0, 1),
+        (asked(("q", "a"), ("q", "b")), asked(("q", "a")), 0, 1),
+        # Text that is replaced in its place is edited.
+        (texts(*FOUR), texts("one", "TWO", "three", "four"), 1, 0),
+        (texts(*FOUR), texts("ONE", "two", "three", "four"), 1, 0),
+        (texts(*FOUR), texts("one", "three", "four"), 0, 1),
+        (texts(*FOUR), texts("one", "TWO-THREE", "four"), 1, 1),
+        (texts(*FOUR), texts("one", "three", "four", "five"), 0, 1),
+        (texts(*FOUR), [*texts("one", "three", "four"), *texts("TWO", file="b.txt")], 0, 1),
+    ],
+)
+def test_a_row_that_is_gone_was_edited_or_deleted(
+    old: list[Row], new: list[Row], num_edited: int, num_deleted: int
+) -> None:
+    change = difference(old, new)
+    assert (len(change.edited), len(change.deleted)) == (num_edited, num_deleted)
+    kept = [row.digest for row in old]
+    assert all(row.digest not in kept for row in change.added)
 
 
 def test_one_of_two_equal_texts_is_edited_at_its_place() -> None:
