@@ -77,11 +77,6 @@ def test_upload_folder(repo: Repo) -> None:
     before = repo.head
     repo.api.upload_folder(folder_path=second, **repo.on)
     assert repo.head == before
-    third = files(repo.scratch / "c", logs__a_txt=b"1", logs__old__b_txt=b"2")
-    repo.api.upload_folder(folder_path=third, **repo.on)
-    fourth = files(repo.scratch / "d", logs=b"a file now")
-    repo.api.upload_folder(folder_path=fourth, delete_patterns=["logs/*"], **repo.on)
-    assert repo.paths() == {"x.txt", "new.txt", "logs"}
 
 
 def test_upload_folder_of_many_files(repo: Repo) -> None:

@@ -32,6 +32,14 @@ def shown(store: JobStore, job_id: str, home: Home, *, terminal: bool) -> list[s
     return [line.rstrip() for line in stream.getvalue().splitlines() if line.strip()]
 
 
+def written(home: Home, job_id: str, *events: dict[str, Any]) -> None:
+    """The metrics that the job has written so far."""
+    folder = home.jobs_dir / job_id
+    folder.mkdir(exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
 def started(store: JobStore) -> str:
     store.submit(JobSpec(command=("sleep", "100")))
     return claim(store).id
@@ -50,10 +58,7 @@ def test_a_stage_that_measures_shows_how_much_is_done(home: Home) -> None:
     events = ({"event": "start"}, {"event": "measured", "measured": 300, "rows": 400})
     with JobStore.open(home.jobs_database) as store:
         job_id = started(store)
-        folder = home.jobs_dir / job_id
-        folder.mkdir()
-        text = "".join(json.dumps(now | event) + "\n" for event in events)
-        (folder / "metrics.jsonl").write_text(text)
+        written(home, job_id, *(now | event for event in events))
         lines = shown(store, job_id, home, terminal=True)
     assert "300 of 400 rows" in [line for line in lines if "measure" in line][-1]
 
@@ -104,15 +109,13 @@ def test_stages_have_the_times_of_the_job_and_not_of_who_looks(home: Home, termi
     with JobStore.open(home.jobs_database) as store:
         job_id = started(store)
         now = time.time()
-        folder = home.jobs_dir / job_id
-        folder.mkdir()
-        events = (
+        written(
+            home,
+            job_id,
             {"time": now, "stage": "train", "event": "start"},
             {"time": now, "stage": "train", "event": "step", "step": 2, "steps": 4, "loss": 1.5},
             {"time": now + 83.0, "stage": "train", "event": "end", "seconds": 83.0},
         )
-        text = "".join(json.dumps(event) + "\n" for event in events)
-        (folder / "metrics.jsonl").write_text(text)
         store.finish(job_id, "me", None)
         lines = shown(store, job_id, home, terminal=terminal)
     (train,) = [line for line in lines if "train" in line][-1:]
@@ -129,12 +132,10 @@ def lines_of_events(
     stream = io.StringIO()
     with JobStore.open(home.jobs_database) as store:
         job_id, get = started(store), store.get
-        (home.jobs_dir / job_id).mkdir()
 
         def get_after_one_more(job: str) -> Job:
             if one_by_one:
-                with (home.jobs_dir / job_id / "metrics.jsonl").open("a") as file:
-                    file.write(json.dumps(one_by_one.pop(0)) + "\n")
+                written(home, job_id, one_by_one.pop(0))
             else:
                 store.finish(job_id, "me", None)
             return get(job)

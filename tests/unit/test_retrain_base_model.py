@@ -1,52 +1,40 @@
 """Which hub a base model comes from, and with whose token."""
 
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.retrain.base_model import PRESETS, find_base, needed_files
 from pipeline.retrain.errors import BaseModelAway, BaseModelError
+from tests.receiver_fixtures import serve
 from tests.retrain_fixtures import TINY
 
+__all__ = ["serve"]
 
-class _Hub(ThreadingHTTPServer):
+
+class Hub:
     """Has no model at all, and remembers which tokens it was shown."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
+        self.url = ""
         self.shown: set[str | None] = set()
         self.status = 404
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Answer(BaseHTTPRequestHandler):
-    server: _Hub
-
-    def do_GET(self) -> None:
-        self.server.shown.add(self.headers["Authorization"])
-        self.send_error(self.server.status)
-
-    do_HEAD = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.shown.add(Request(scope).headers.get("authorization"))
+        await Response(status_code=self.status)(scope, receive, send)
 
 
 @pytest.fixture
-def hub() -> Iterator[_Hub]:
-    with _Hub() as hub:
-        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield hub
-        hub.shutdown()
-        thread.join()
+def hub(serve: Callable[[ASGIApp], str]) -> Hub:
+    hub = Hub()
+    hub.url = serve(hub)
+    return hub
 
 
 @pytest.mark.parametrize(
@@ -58,7 +46,7 @@ def hub() -> Iterator[_Hub]:
     ],
 )
 def test_the_token_of_the_stack_goes_to_no_other_hub(
-    hub: _Hub,
+    hub: Hub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     own: str | None,
@@ -78,7 +66,7 @@ def test_the_token_of_the_stack_goes_to_no_other_hub(
     ("status", "is_away"), [(404, False), (403, False), (500, True), (503, True)]
 )
 def test_a_hub_that_is_away_is_told_from_one_that_refuses(
-    hub: _Hub, tmp_path: Path, status: int, is_away: bool
+    hub: Hub, tmp_path: Path, status: int, is_away: bool
 ) -> None:
     hub.status = status
     with pytest.raises(BaseModelError) as caught:

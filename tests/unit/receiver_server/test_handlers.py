@@ -85,22 +85,20 @@ def test_parameters_are_found_by_type_and_the_two_well_known_ones_by_name(
     assert answer("nothing") == "called"
 
 
-def test_a_sync_handler_does_not_block_the_loop(server: WebhooksServer) -> None:
+async def test_a_sync_handler_does_not_block_the_loop(server: WebhooksServer) -> None:
     both_are_here = threading.Barrier(2)
 
     @server.add_webhook
     def x(payload: WebhookPayload) -> None:
         both_are_here.wait(timeout=10)
 
-    async def two_at_once() -> list[int]:
-        transport = httpx.ASGITransport(server.app)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://receiver", headers=SECRET
-        ) as client:
-            calls = [client.post("/webhooks/x", json=dataset_update()) for _ in range(2)]
-            return [answer.status_code for answer in await asyncio.gather(*calls)]
-
-    assert asyncio.run(two_at_once()) == [200, 200]
+    transport = httpx.ASGITransport(server.app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://receiver", headers=SECRET
+    ) as client:
+        calls = [client.post("/webhooks/x", json=dataset_update()) for _ in range(2)]
+        answers = await asyncio.gather(*calls)
+    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 def test_a_failing_handler_is_a_500_that_says_nothing_of_the_inside(
