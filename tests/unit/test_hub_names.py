@@ -1,4 +1,5 @@
-"""Names from outside, as the hub takes and refuses them."""
+"""Names from outside, as the hub takes and refuses them, and as its lines of `.gitattributes` give
+them to git."""
 
 import subprocess
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pipeline.hub.contents import tracking_line
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.repositories import (
     changed_path,
@@ -107,3 +109,26 @@ def test_a_ref_is_a_file_of_a_name_that_is_not_too_long(
         tree = subprocess.run([*git, "mktree"], input=b"", capture_output=True, check=True)
         sha = tree.stdout.decode().strip()
         subprocess.run([*git, "update-ref", f"refs/tags/{name}", sha], check=True)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("a b/c d.bin", "no\u00a0break.bin", "wide\u3000space.bin", "line\u2028.bin"),
+        *("[1]*?.bin", "back\\slash.bin", "#a", "!a", '"a"', " a "),
+    ],
+)
+def test_a_line_makes_its_file_a_large_file_and_no_other(path: str, tmp_path: Path) -> None:
+    (tmp_path / ".gitattributes").write_text(tracking_line(path))
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    asked = [path, path.replace("a", "b"), f"x/{path}", path.replace("1", "2")]
+    found = subprocess.run(
+        ["git", "check-attr", "-z", "--stdin", "filter"],
+        cwd=tmp_path,
+        input="".join(f"{each}\0" for each in asked).encode(),
+        capture_output=True,
+        check=True,
+    )
+    fields = found.stdout.decode().split("\0")
+    values = dict(zip(fields[::3], fields[2::3], strict=False))
+    assert values == {each: "lfs" if each == path else "unspecified" for each in asked}

@@ -1,4 +1,5 @@
-"""A trained network is stored under the names under which it was read."""
+"""A trained network is stored under the names under which it was read. What a server in float32 may
+be off by grows with how sure the network is."""
 
 import json
 from collections.abc import Collection
@@ -11,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.retrain.export import export
+from pipeline.retrain.export import FLOAT32_BOUNDS, export, float32_bound, make_probe
 from pipeline.retrain.model import LoadedModel
 from serving.weights.release import Lineage, Probe, Release, read_json
 from tests.hub_checkpoints import CONFIGS, config_of, save, store
-from tests.torch_engine_fixtures import build
+from tests.torch_engine_fixtures import build, llama_config, prompt
 
 
 def exported(
@@ -102,3 +103,29 @@ def test_what_was_trained_to_end_an_answer_ends_it(
     assert stored.get("eos_token_id") == written
     assert stored.get("temperature") == (generation or {}).get("temperature")
     assert read_json(folder / "tokenizer_config.json")["prompt_date"] == "2026-01-31"
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "bound"),
+    [
+        ([], 2e-3),
+        ([(-0.5, -9.0), (-3.0,)], 2e-3),
+        ([(-0.5, -37.0), (-3.0,)], 37 * 2e-4),
+        ([(-0.5, -80.0), (-3.0,)], 8e-3),
+    ],
+    ids=["none", "usual", "sure", "too sure"],
+)
+def test_the_bound_grows_with_the_smallest_logprob(
+    logprobs: list[tuple[float, ...]], bound: float
+) -> None:
+    assert float32_bound(logprobs) == pytest.approx(bound)
+
+
+def test_the_probe_of_a_sure_network_has_it() -> None:
+    network: Any = build(llama_config())
+    head = network.get_output_embeddings().weight.data
+    head.mul_(0.1)
+    assert make_probe(network, [prompt(12)]).bounds["float32"] == FLOAT32_BOUNDS[0]
+    head.mul_(20)
+    probe = make_probe(network, [prompt(12)])
+    assert probe.bounds["float32"] == float32_bound([probe.texts[0].logprobs]) > FLOAT32_BOUNDS[0]
