@@ -1,19 +1,17 @@
-"""From the settings of a pipeline to the jobs of its commits, and to the commit that a release
-names."""
+"""From the settings of a pipeline to the jobs of its commits."""
 
-import json
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from jobs.spec import JobSpec, RevisionRange
+from jobs.spec import RevisionRange
 from pipeline.paths import Home
-from pipeline.runner.submit import lineage_of_job, retrain_rule
+from pipeline.runner.submit import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
-from tests.receiver_payloads import dataset_update, ref_update
+from tests.receiver_payloads import dataset_update
 
 
 @pytest.fixture(autouse=True)
@@ -103,22 +101,3 @@ def test_relative_files_of_questions_are_beside_the_settings(file: Path) -> None
 
     assert told("own/q.jsonl") == [f"{file.parent}/own/q.jsonl"] * 2
     assert told("/q.jsonl") == ["/q.jsonl"] * 2
-
-
-def test_a_push_of_two_refs_gives_the_commit_of_the_followed_one(tmp_path: Path) -> None:
-    pushed = (ref_update("refs/heads/side", new="a" * 40), ref_update(new="b" * 40))
-    payload = tmp_path / "payload.json"
-    payload.write_text(json.dumps(dataset_update(*pushed)))
-    (tmp_path / "spec.json").write_text(JobSpec(command=("true",)).model_dump_json())
-    environment = {
-        "JOB_ID": "j1",
-        "JOB_DIR": str(tmp_path),
-        "WEBHOOK_PAYLOAD_FILE": str(payload),
-    }
-    for followed, expected in (
-        ("refs/heads/main", ("refs/heads/main", "b" * 40)),
-        ("refs/heads/side", ("refs/heads/side", "a" * 40)),
-        ("refs/heads/none", ("refs/heads/side", "a" * 40)),
-    ):
-        found = lineage_of_job(environment, followed)
-        assert (found.dataset_ref, found.dataset_revision) == expected

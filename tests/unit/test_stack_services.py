@@ -23,16 +23,11 @@ from pipeline.stack.supervisor import Stack
 from tests.ports import free_port
 
 
-@pytest.fixture(autouse=True)
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
-    return tmp_path / "pipeline.toml"
-
-
 @pytest.mark.parametrize("table", ["serving", "receiver"])
 def test_a_stack_needs_ports_that_its_parts_can_find(
-    table: str, monkeypatch: pytest.MonkeyPatch
+    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     monkeypatch.setenv(f"PIPELINE_{table.upper()}__PORT", "0")
     with pytest.raises(PipelineError, match=rf"port = 0 under \[{table}\]"):
         services_of(load_settings())
@@ -53,9 +48,13 @@ def test_a_busy_port_is_told_with_the_service_by_its_words() -> None:
     assert "another port for the completion server: this or that" in str(refused.value)
 
 
-def test_each_port_is_told_with_where_it_is_set(file: Path) -> None:
+def test_each_port_is_told_with_where_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
     own = '[[pipelines]]\nname = "b"\ndataset = "o/d"\nport = 9000\n'
     file.write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n' + own)
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
     assert {each.name: each.port_setting for each in services_of(load_settings())} == {
         "hub": "PIPELINE_HUB__PORT=…, or `port` under [hub]",
         "serve-a": "PIPELINE_SERVING__PORT=…, or `port` under [serving]",
@@ -66,7 +65,11 @@ def test_each_port_is_told_with_where_it_is_set(file: Path) -> None:
     }
 
 
-def test_several_pipelines_have_one_address(file: Path) -> None:
+def test_several_pipelines_have_one_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
     one, two = (f'[[pipelines]]\nname = "{name}"\ndataset = "o/d"\n' for name in "ab")
 
     def urls(text: str) -> dict[str, str | None]:
@@ -91,8 +94,12 @@ def test_several_pipelines_have_one_address(file: Path) -> None:
         urls(one + two + "port = 8001\n")
 
 
-def test_the_addresses_of_a_running_stack_with_a_gateway(file: Path, tmp_path: Path) -> None:
+def test_the_addresses_of_a_running_stack_with_a_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stack was started with other ports than this shell knows."""
+    file = tmp_path / "pipeline.toml"
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
     file.write_text("".join(f'[[pipelines]]\nname = "{n}"\ndataset = "o/d"\n' for n in "ab"))
     process = identify(os.getpid())
     assert process is not None
@@ -125,8 +132,12 @@ def test_the_addresses_of_a_running_stack_with_a_gateway(file: Path, tmp_path: P
         ("[hub]\nport = 8071\n", ("metrics_port under [jobs]", "the hub")),
     ],
 )
-def test_one_port_is_not_given_to_two(text: str, words: tuple[str, ...], file: Path) -> None:
+def test_one_port_is_not_given_to_two(
+    text: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
     file.write_text(text + '[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
     with pytest.raises(PipelineError) as refused:
         services_of(load_settings())
     assert all(word in str(refused.value) for word in words), refused.value
@@ -151,6 +162,7 @@ def test_down_and_status_say_that_the_stack_is_suspended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIPELINE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     monkeypatch.setattr("pipeline.cli.up.REPORT_SECONDS", 0.1)
     monkeypatch.setattr("pipeline.cli.up.STOP_SECONDS", 0.5)
     up = subprocess.Popen(["sleep", "600"])
@@ -181,6 +193,7 @@ def test_down_and_status_say_that_the_stack_is_suspended(
 def test_a_service_that_must_be_restarted_is_not_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     monkeypatch.setattr("pipeline.stack.supervisor.http_probe", lambda url: lambda seconds: "dead")
     url = f"http://127.0.0.1:{free_port()}"
     stack = Stack(Home(tmp_path), [Service(name="hub", arguments=("--help",), url=url)])
