@@ -55,54 +55,62 @@ def text_of(token_ids: list[int]) -> str:
     return found
 
 
-async def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> None:
+def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> None:
     a, b = TOKENIZER.encode("ab").ids
     stuck = regex("aaab", allowed_token_ids=(a,))
     beside = Generation(prompt=(5, 6), max_tokens=30, temperature=0.0)
-    async with engine_with(published, max_batch=2) as engine:
-        alone = tokens(await ask(engine, published.id, beside))
-        other = asyncio.create_task(ask(engine, published.id, beside))
-        seen: list[Any] = []
-        with pytest.raises(GenerationRefused, match="no token is left") as refused:
-            async for step in engine.generate(published.id, stuck):
-                seen += step.token_ids
-        assert refused.value.param == "structured_outputs"
-        # Its slot is free again.
-        assert (await ask_all(engine, published.id, [regex("ab")]))[0] == [a, b]
-        beside_it = tokens(await other)
+
+    async def scenario() -> tuple[list[Any], list[int], list[int]]:
+        async with engine_with(published, max_batch=2) as engine:
+            alone = tokens(await ask(engine, published.id, beside))
+            other = asyncio.create_task(ask(engine, published.id, beside))
+            seen: list[Any] = []
+            with pytest.raises(GenerationRefused, match="no token is left") as refused:
+                async for step in engine.generate(published.id, stuck):
+                    seen += step.token_ids
+            assert refused.value.param == "structured_outputs"
+            # Its slot is free again.
+            assert (await ask_all(engine, published.id, [regex("ab")]))[0] == [a, b]
+            return seen, alone, tokens(await other)
+
+    seen, alone, beside_it = asyncio.run(scenario())
     assert seen == [a, a, a]
     assert beside_it == alone
 
 
-async def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(
-    published: Published,
-) -> None:
+def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Published) -> None:
     """With other tokens in the file, answers would come through that the grammar forbids."""
     file = published.folder / "tokenizer.json"
     whole = file.read_bytes()
-    async with engine_with(published) as engine:
-        for damage, message in (
-            (file.unlink, r"tokenizer\.json of the release cannot be read"),
-            (lambda: file.write_bytes(whole + b" "), r"tokenizer\.json .* was changed"),
-        ):
-            damage()
-            with pytest.raises(EngineError, match=message) as failed:
-                await ask(engine, published.id, regex("ab"))
-            assert not isinstance(failed.value, GenerationRefused)
-        file.write_bytes(whole)
-        assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
+
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            for damage, message in (
+                (file.unlink, r"tokenizer\.json of the release cannot be read"),
+                (lambda: file.write_bytes(whole + b" "), r"tokenizer\.json .* was changed"),
+            ):
+                damage()
+                with pytest.raises(EngineError, match=message) as failed:
+                    await ask(engine, published.id, regex("ab"))
+                assert not isinstance(failed.value, GenerationRefused)
+            file.write_bytes(whole)
+            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
+
+    asyncio.run(scenario())
 
 
-async def test_a_release_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_release_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     bare = publish(build(llama_config(**NETWORK)), tmp_path)
-    async with engine_with(bare) as engine:
-        with pytest.raises(GenerationRefused, match=r"tokenizer\.json: missing"):
-            await ask(engine, bare.id, regex("ab"))
+
+    async def scenario() -> None:
+        async with engine_with(bare) as engine:
+            with pytest.raises(GenerationRefused, match=r"tokenizer\.json: missing"):
+                await ask(engine, bare.id, regex("ab"))
+
+    asyncio.run(scenario())
 
 
-async def test_equal_tokenizers_are_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_tokenizers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = with_tokenizer(tmp_path, 0), with_tokenizer(tmp_path, 1)
     read: list[Path] = []
     original = grammars._read_tokenizer
@@ -112,21 +120,28 @@ async def test_equal_tokenizers_are_read_once(
         return original(folder, vocab_size)
 
     monkeypatch.setattr(grammars, "_read_tokenizer", counted)
-    async with engine_with(first, second) as engine:
-        for release_id in (first.id, second.id, first.id):
-            assert text_of((await ask_all(engine, release_id, [regex("ab|cd")]))[0]) in (
-                "ab",
-                "cd",
-            )
+
+    async def scenario() -> None:
+        async with engine_with(first, second) as engine:
+            for release_id in (first.id, second.id, first.id):
+                assert text_of((await ask_all(engine, release_id, [regex("ab|cd")]))[0]) in (
+                    "ab",
+                    "cd",
+                )
+
+    asyncio.run(scenario())
     assert read == [first.folder]
 
 
-async def test_unused_embeddings_are_never_chosen(published: Published) -> None:
+def test_unused_embeddings_are_never_chosen(published: Published) -> None:
     """What ends a grammar inside is an id that the network may have an embedding for."""
-    async with engine_with(published) as engine:
-        asked = [regex("[a-z]{0,20}", seed=seed, stop_token_ids=(256,)) for seed in range(30)]
-        answers = await ask_all(engine, published.id, asked)
-    for found in answers:
+
+    async def scenario() -> list[list[int]]:
+        async with engine_with(published) as engine:
+            asked = [regex("[a-z]{0,20}", seed=seed, stop_token_ids=(256,)) for seed in range(30)]
+            return await ask_all(engine, published.id, asked)
+
+    for found in asyncio.run(scenario()):
         assert max(found) <= 256
 
 
@@ -173,15 +188,19 @@ def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) ->
         ("grammar", "root ::= " + " | ".join(f'[a-z]+ "{n}"' for n in range(2500)), "Current row"),
     ],
 )
-async def test_what_is_too_complex_is_refused_before_the_first_step(
+def test_what_is_too_complex_is_refused_before_the_first_step(
     published: Published, kind: GrammarKind, text: str, reason: str
 ) -> None:
     grammar = Grammar(kind=kind, text=text, param="structured_outputs")
     asked = Generation(prompt=(1,), max_tokens=3, grammar=grammar)
-    async with engine_with(published) as engine:
-        with pytest.raises(GenerationRefused, match=reason) as refused:
-            await anext(engine.generate(published.id, asked))
-        assert refused.value.param == "structured_outputs"
+
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            with pytest.raises(GenerationRefused, match=reason) as refused:
+                await anext(engine.generate(published.id, asked))
+            assert refused.value.param == "structured_outputs"
+
+    asyncio.run(scenario())
 
 
 def test_a_grammar_that_costs_too_much_time_ends_its_own_sequence_only(
@@ -243,35 +262,42 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compil
     made.grammars.close()
 
 
-async def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
-    first = compiler.begin("a")
-    await until(lambda: compiler.begun == ["a"])
-    unwanted, wanted = compiler.begin("b"), compiler.begin("c")
-    leaving, staying = compiler.begin("d"), compiler.begin("d")
-    await asyncio.sleep(0)
-    unwanted.cancel()
-    leaving.cancel()
-    await asyncio.wait({unwanted, leaving})
-    compiler.gate.set()
-    await asyncio.gather(first, wanted, staying)
-    await compiler.begin("b")
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        first = compiler.begin("a")
+        await until(lambda: compiler.begun == ["a"])
+        unwanted, wanted = compiler.begin("b"), compiler.begin("c")
+        leaving, staying = compiler.begin("d"), compiler.begin("d")
+        await asyncio.sleep(0)
+        unwanted.cancel()
+        leaving.cancel()
+        await asyncio.wait({unwanted, leaving})
+        compiler.gate.set()
+        await asyncio.gather(first, wanted, staying)
+        await compiler.begin("b")
+
+    asyncio.run(scenario())
     assert compiler.begun == ["a", "c", "d", "b"]
 
 
-async def test_a_refusal_is_remembered(compiler: Compiler) -> None:
+def test_a_refusal_is_remembered(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        for _ in range(2):
+            with pytest.raises(GenerationRefused, match="cannot be compiled"):
+                await compiler.begin("(")
+
     compiler.gate.set()
-    for _ in range(2):
-        with pytest.raises(GenerationRefused, match="cannot be compiled"):
-            await compiler.begin("(")
+    asyncio.run(scenario())
     assert compiler.begun == ["("]
 
 
-async def test_compiling_is_bounded_in_time(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
-        with pytest.raises(GenerationRefused, match="not compiled within 0 s; simplify"):
-            await compiler.begin("ab")
-    compiler.gate.set()
-    await compiler.begin("ab")
+def test_compiling_is_bounded_in_time(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
+            with pytest.raises(GenerationRefused, match="not compiled within 0 s; simplify"):
+                await compiler.begin("ab")
+        compiler.gate.set()
+        await compiler.begin("ab")
+
+    asyncio.run(scenario())

@@ -1,5 +1,6 @@
 """What is not staged, and the reason that is given."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ SHARD = r"model\.safetensors"
         (edit_config(quantization_config={"bits": 4}), "quantised"),
     ],
 )
-async def test_a_bad_release_is_refused_with_file_and_tensor(
+def test_a_bad_release_is_refused_with_file_and_tensor(
     harm: Callable[[Published], Published], reason: str | None, first: Published, tmp_path: Path
 ) -> None:
     bad = harm(
@@ -104,17 +105,20 @@ async def test_a_bad_release_is_refused_with_file_and_tensor(
             first.network, tmp_path / "bad", nudge("model.norm.weight", "model.embed_tokens.weight")
         )
     )
-    async with engine_with(first) as engine:
-        if reason is None:
-            # The manifest says what the head is tied to, whatever the configuration says.
-            await engine.stage(bad.release, bad.folder)
-            await engine.unload(bad.id)
-        else:
-            with pytest.raises(StageError, match=reason):
+
+    async def scenario() -> list[int]:
+        async with engine_with(first) as engine:
+            if reason is None:
+                # The manifest says what the head is tied to, whatever the configuration says.
                 await engine.stage(bad.release, bad.folder)
-            assert list(engine.residents) == [first.id]
-        found = tokens(await ask(engine, first.id, greedy(prompt(5))))
-    assert found == expected(first.network, prompt(5))
+                await engine.unload(bad.id)
+            else:
+                with pytest.raises(StageError, match=reason):
+                    await engine.stage(bad.release, bad.folder)
+                assert list(engine.residents) == [first.id]
+            return tokens(await ask(engine, first.id, greedy(prompt(5))))
+
+    assert asyncio.run(scenario()) == expected(first.network, prompt(5))
 
 
 TIED = {
@@ -138,13 +142,16 @@ def saved_by_torch(network: Any, home: Path) -> Published:
 
 
 @pytest.mark.parametrize("name", TIED)
-async def test_a_tied_head_may_be_stored_if_it_is_the_embedding(name: str, tmp_path: Path) -> None:
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(name: str, tmp_path: Path) -> None:
     published = saved_by_torch(build(TIED[name]), tmp_path)
     assert "lm_head.weight" in published.release.tensors
     assert verify_release(published.folder) == ()
-    async with engine_with(published) as engine:
-        found = tokens(await ask(engine, published.id, greedy(prompt(5))))
-    assert found == expected(published.network, prompt(5))
+
+    async def scenario() -> list[int]:
+        async with engine_with(published) as engine:
+            return tokens(await ask(engine, published.id, greedy(prompt(5))))
+
+    assert asyncio.run(scenario()) == expected(published.network, prompt(5))
 
 
 def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(tmp_path: Path) -> None:
@@ -165,7 +172,7 @@ def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(tmp_path: Path)
             read()
 
 
-async def test_a_head_that_is_missing_is_no_tie(tmp_path: Path) -> None:
+def test_a_head_that_is_missing_is_no_tie(tmp_path: Path) -> None:
     """Silence means for a Llama that nothing is tied: nothing goes live with the embedding as its
     head."""
     network = build(llama_config())
@@ -180,20 +187,28 @@ async def test_a_head_that_is_missing_is_no_tie(tmp_path: Path) -> None:
 
     with pytest.raises(ReleaseError, match=r"tensor lm_head\.weight: in no shard"):
         publish_folder(tmp_path / "releases", source)
-    async with engine_with() as engine:
-        with pytest.raises(StageError, match=r"tensor lm_head\.weight: in no shard"):
-            await engine.stage(manifest_of_folder(source, "answers"), source)
+
+    async def scenario() -> None:
+        async with engine_with() as engine:
+            with pytest.raises(StageError, match=r"tensor lm_head\.weight: in no shard"):
+                await engine.stage(manifest_of_folder(source, "answers"), source)
+
+    asyncio.run(scenario())
 
 
-async def test_every_reason_is_given_at_once(first: Published) -> None:
+def test_every_reason_is_given_at_once(first: Published) -> None:
     bad = edit_manifest("model.norm.weight")(edit_config(intermediate_size=100)(first))
-    async with engine_with() as engine:
-        with pytest.raises(StageError) as raised:
-            await engine.stage(bad.release, bad.folder)
-    assert len(raised.value.reasons) == 1 + 2 * 3
+
+    async def scenario() -> tuple[str, ...]:
+        async with engine_with() as engine:
+            with pytest.raises(StageError) as raised:
+                await engine.stage(bad.release, bad.folder)
+            return raised.value.reasons
+
+    assert len(asyncio.run(scenario())) == 1 + 2 * 3
 
 
-async def test_too_little_memory_is_found_before_anything_is_read(
+def test_too_little_memory_is_found_before_anything_is_read(
     first: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "free_bytes", lambda: 300 << 20)
@@ -204,12 +219,12 @@ async def test_too_little_memory_is_found_before_anything_is_read(
             await engine.stage(first.release, first.folder)
 
     with pytest.raises(StageError, match=r"too little memory.*314572800 are free"):
-        await scenario(memory_reserve_bytes=310 << 20)
+        asyncio.run(scenario(memory_reserve_bytes=310 << 20))
     with pytest.raises(StageError, match="one sequence of 128 tokens needs 65536 bytes"):
-        await scenario(kv_cache_bytes=65535, max_context=128)
+        asyncio.run(scenario(kv_cache_bytes=65535, max_context=128))
 
 
-async def test_memory_that_the_live_release_may_still_take_is_not_free(
+def test_memory_that_the_live_release_may_still_take_is_not_free(
     first: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = changed(first.network, tmp_path / "b", nudge("model.norm.weight"))
@@ -226,11 +241,11 @@ async def test_memory_that_the_live_release_may_still_take_is_not_free(
 
     # One block of them has been taken.
     with pytest.raises(StageError, match=r"other releases may still take 8355840\."):
-        await scenario(49 << 20)
-    assert await scenario(47 << 20) == 2
+        asyncio.run(scenario(49 << 20))
+    assert asyncio.run(scenario(47 << 20)) == 2
 
 
-async def test_addresses_that_the_system_does_not_give_are_named(
+def test_addresses_that_the_system_does_not_give_are_named(
     first: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -238,21 +253,25 @@ async def test_addresses_that_the_system_does_not_give_are_named(
 
     monkeypatch.setattr(slots.mmap, "mmap", refuse)
     monkeypatch.setattr(staging, "read_tensors", None)
-    async with engine_with() as engine:
-        with pytest.raises(StageError, match=r"128 slots of 128 tokens: .*Cannot allocate"):
-            await engine.stage(first.release, first.folder)
-        assert not engine.residents
+
+    async def scenario() -> None:
+        async with engine_with() as engine:
+            with pytest.raises(StageError, match=r"128 slots of 128 tokens: .*Cannot allocate"):
+                await engine.stage(first.release, first.folder)
+            assert not engine.residents
+
+    asyncio.run(scenario())
 
 
-async def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Published) -> None:
+def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Published) -> None:
     async def scenario(**settings: int) -> int | None:
         async with engine_with(first, **settings) as engine:
             return engine.max_context(first.release.id)
 
-    assert await scenario() == 128
-    assert await scenario(max_context=40) == 40
+    assert asyncio.run(scenario()) == 128
+    assert asyncio.run(scenario(max_context=40)) == 40
     # 512 bytes a token, in whole pages of each head: there is room for one block of 64.
-    assert await scenario(kv_cache_bytes=65535) == 64
+    assert asyncio.run(scenario(kv_cache_bytes=65535)) == 64
 
 
 @pytest.mark.parametrize(
