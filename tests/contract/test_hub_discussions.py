@@ -122,6 +122,22 @@ def test_a_discussion_from_its_first_comment_to_its_end(talk: Talk) -> None:
     assert [one.status for one in talks] == ["open", "open", "open", "closed"]
 
 
+@pytest.mark.slow
+def test_hf_without_files(talk: Talk) -> None:
+    dataset = ("--repo-type", "dataset")
+    talk.hf("discussions", "create", talk.id, "--title", "A bug", "--body", "In row 3.", *dataset)
+    talk.hf("discussions", "comment", talk.id, "1", "--body", "Row 4 too.", *dataset)
+    talk.hf("discussions", "close", talk.id, "1", "--yes", *dataset)
+    shown = talk.hf("discussions", "info", talk.id, "1", *dataset)
+    assert "A bug" in shown and "closed" in shown
+    talk.hf("repos", "create", "local/made", *dataset)
+    talk.hf("repos", "move", "local/made", "local/moved", *dataset)
+    listed = talk.hf("datasets", "ls", "--format", "json")
+    assert "local/moved" in listed and "local/made" not in listed
+    talk.hf("repos", "delete", "local/moved", "--yes", *dataset)
+    assert not talk.api.repo_exists("local/moved", repo_type="dataset")
+
+
 @pytest.mark.parametrize(
     "title",
     [

@@ -64,22 +64,6 @@ def test_a_pull_request_for_another_branch(repo: Repo) -> None:
 
 
 @pytest.mark.slow
-def test_hf_without_files(repo: Repo) -> None:
-    dataset = ("--repo-type", "dataset")
-    repo.hf("discussions", "create", repo.id, "--title", "A bug", "--body", "In row 3.", *dataset)
-    repo.hf("discussions", "comment", repo.id, "1", "--body", "Row 4 too.", *dataset)
-    repo.hf("discussions", "close", repo.id, "1", "--yes", *dataset)
-    shown = repo.hf("discussions", "info", repo.id, "1", *dataset)
-    assert "A bug" in shown and "closed" in shown
-    repo.hf("repos", "create", "local/made", *dataset)
-    repo.hf("repos", "move", "local/made", "local/moved", *dataset)
-    listed = repo.hf("datasets", "ls", "--format", "json")
-    assert "local/moved" in listed and "local/made" not in listed
-    repo.hf("repos", "delete", "local/moved", "--yes", *dataset)
-    assert not repo.api.repo_exists("local/moved", repo_type="dataset")
-
-
-@pytest.mark.slow
 def test_hf_opens_and_merges_a_pull_request(repo: Repo) -> None:
     folder = files(repo.scratch / "in", a_txt=b"a", sub__b_bin=LARGE)
     dataset = ("--repo-type", "dataset")
