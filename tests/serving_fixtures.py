@@ -12,12 +12,10 @@ import torch
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from serving.admission import LiveRelease
 from serving.app import bind, create_app
 from serving.engine import Engine
 from serving.http.server import Limits, Server, http_config
 from serving.settings import ServingSettings
-from serving.tokenizer import load_tokenizer
 from serving.weights.publish import MAX_SHARD_BYTES, publish_state_dict
 from serving.weights.release import Lineage, Probe, ProbeText, Release
 from tests.echo_engine import EchoEngine, echo_logprobs
@@ -122,15 +120,6 @@ def echo_release(
             probe=Probe(dtype="float32", texts=texts, bounds=bounds or {"float32": 1e-4}),
             max_shard_bytes=max_shard_bytes,
         )
-
-
-def live_release(pipeline_dir: Path, **options: Any) -> LiveRelease:
-    """A release for the echo engine, as requests get it."""
-    release = echo_release(pipeline_dir, 1, **options)
-    folder = pipeline_dir / release.id
-    return LiveRelease(
-        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
-    )
 
 
 def network_release(pipeline_dir: Path, seed: int) -> Release:

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
+from serving.admission import LiveRelease
 from serving.completions import plan_completion
 from serving.detokenizer import Delta, TokenText
 from serving.engine import TokenLogprob
 from serving.openai_schemas import CompletionRequest
-from tests.serving_fixtures import EOS, byte_tokenizer, live_release
+from serving.tokenizer import load_tokenizer
+from tests.serving_fixtures import EOS, byte_tokenizer, echo_release
 
 A, B = byte_tokenizer().encode("ab").ids
 
@@ -39,7 +41,11 @@ def test_offsets_point_into_the_echo(
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<eos> $A", special_tokens=[("<eos>", EOS)]
     )
-    live = live_release(tmp_path, tokenizer=tokenizer)
+    release = echo_release(tmp_path, 1, tokenizer=tokenizer)
+    folder = tmp_path / release.id
+    live = LiveRelease(
+        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
+    )
     request = CompletionRequest.model_validate({**body, "echo": True, "logprobs": 0})
     plan = plan_completion(request, live)
     one = TokenLogprob(token_id=B, logprob=-1.0)
