@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from sqlite3 import connect
 
 import pytest
 
@@ -29,7 +30,6 @@ def num_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         connection.set_progress_handler(count, 1)
         return connection
 
-    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", connected)
     monkeypatch.setattr(sqlite3.dbapi2, "connect", connected)
     return lambda: steps
@@ -45,7 +45,7 @@ def test_of_looking_for_old_jobs_among_100_000(
     tmp_path: Path, num_steps: Callable[[], int]
 ) -> None:
     with JobStore.open(tmp_path / "jobs.db", clock=lambda: 2000.0) as jobs:
-        with closing(sqlite3.connect(tmp_path / "jobs.db")) as database, database:
+        with closing(connect(tmp_path / "jobs.db")) as database, database:
             database.execute(
                 "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)"
                 " INSERT INTO jobs (pipeline, state, spec, created_at, run_after, ended_at,"
@@ -67,7 +67,7 @@ def test_of_a_job_that_absorbs_them(tmp_path: Path, num_steps: Callable[[], int]
         jobs.submit_all([JobRequest(spec=spec, delivery=delivery) for delivery in told])
 
     def length_of_its_row() -> int:
-        with closing(sqlite3.connect(tmp_path / "jobs.db")) as database:
+        with closing(connect(tmp_path / "jobs.db")) as database:
             (length,) = database.execute("SELECT length(spec) FROM jobs").fetchone()
         return int(length)
 
