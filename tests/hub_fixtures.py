@@ -57,10 +57,7 @@ class RunningHub:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}", **options.pop("headers", {})}
-        # verify: not to load every certificate authority for each request over plain HTTP.
-        return httpx.request(
-            method, f"{self.url}{path}", headers=headers, timeout=60, verify=False, **options
-        )
+        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=60, **options)
 
     def create_dataset(self, name: str) -> str:
         """Its git URL. It has no commit, so that a test can push a history of its own."""
@@ -105,7 +102,6 @@ def create_empty(url: str, name: str) -> None:
         headers={"Authorization": f"Bearer {TOKEN}"},
         json={"type": "dataset", "organization": owner, "name": short, "empty": True},
         timeout=60,
-        verify=False,
     ).raise_for_status()
 
 
