@@ -32,6 +32,7 @@ from pipeline.hub.repositories import Repositories, Repository, RepositoryName, 
 from pipeline.hub.service import Remarks, folder_of
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server, http_config
+from tests.jobs_fixtures import until as wait_until
 
 TOKEN = "hub-token-for-tests"
 SECRET_KEY = Fernet.generate_key()
@@ -206,17 +207,6 @@ def running_hub(
         finally:
             server.should_exit = True
             thread.join(timeout=30)
-
-
-def wait_until(
-    condition: Callable[[], Any], *, seconds: float = 30, every_seconds: float = 0.01
-) -> Any:
-    """The first true answer of `condition`."""
-    deadline = time.monotonic() + seconds
-    while not (answer := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(every_seconds)
-    return answer
 
 
 @dataclass(frozen=True, kw_only=True)
