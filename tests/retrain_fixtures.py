@@ -27,7 +27,7 @@ from serving.weights.release import Lineage
 from serving.weights.release_store import clear_pending, set_current
 
 DATASET = "me/facts"
-SMALL = {"learning_rate": 4e-3, "checkpoint_seconds": 0.05, "min_replay_tokens": 1_600}
+SMALL = {"learning_rate": 4e-3, "min_replay_tokens": 1_600}
 """Rows of an answer are learned in a second, those of text in six passes."""
 BREAKING = SMALL | {
     "learning_rate": 3.0,
