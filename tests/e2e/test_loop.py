@@ -68,6 +68,7 @@ def test_a_commit_without_data_is_unchanged(loop: tuple[Workplace, Checkout]) ->
     assert served(workplace) == before
 
 
+@pytest.mark.slow
 def test_the_loop_with_its_jobs_on_postgres(workplace: Workplace, postgres_server: str) -> None:
     configure(workplace)
     with new_database(postgres_server) as url:
