@@ -186,7 +186,9 @@ def test_the_log_of_up_stays_small(home: Home) -> None:
     assert has_been_rotated(log)
 
 
-@pytest.mark.parametrize("changed", ["not TOML [", "[hub]\nprot = 1\n"])
+@pytest.mark.parametrize(
+    "changed", ["not TOML [", pytest.param("[hub]\nprot = 1\n", marks=pytest.mark.slow)]
+)
 def test_a_service_that_comes_back_has_the_settings_of_the_start(changed: str, home: Home) -> None:
     file = settings_file()
     file.write_text("[hub]\nkeep_deliveries_days = 7\n")
