@@ -30,7 +30,7 @@ def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", *command],
         cwd=tmp_path,
-        env={**environ, "PYTHONPATH": str(ROOT), "PIPELINE_JOBS__PRELOAD": "[]"},
+        env={**environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=250,
