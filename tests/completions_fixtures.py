@@ -28,8 +28,7 @@ class Server:
     engine: EchoEngine
 
     def post(self, **body: object) -> httpx.Response:
-        # verify: not to load every certificate authority for each request over plain HTTP.
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60, verify=False)
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
 
 
 @pytest.fixture(scope="module")

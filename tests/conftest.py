@@ -1,10 +1,41 @@
-"""Settings of hypothesis for all tests.
+"""Settings for all tests, mainly of what takes their time.
 
-Several tests share two cores, so an example may take any time. No test fails for its time here;
-pytest's own time limit ends a test that hangs.
+Several tests share two cores, so an example of hypothesis may take any time. No test fails for its
+time here; pytest's own time limit ends a test that hangs.
 """
 
+import asyncio
+import gc
+from functools import cache
+from typing import Any
+
+import httpx._transports.default
+import uvicorn.server
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+# Servers and clients speak plain HTTP here, but each client of httpx would load all certificate
+# authorities.
+httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)
+
+
+class _Asyncio:
+    """asyncio, with shorter sleeps for uvicorn: otherwise each stop of a server takes 0.2 s."""
+
+    @staticmethod
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+
+uvicorn.server.asyncio = _Asyncio()  # type: ignore[assignment]
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what all tests have imported from garbage collection."""
+    gc.collect()
+    gc.freeze()

@@ -9,21 +9,31 @@ from pathlib import Path
 import pytest
 
 
+def mount(*arguments: str) -> str | None:
+    """Returns why it is not possible."""
+    if shutil.which("mount") is None:
+        return "there is no command `mount`"
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else done.stderr.strip()
+
+
+def mount_or_skip(*arguments: str) -> None:
+    if why_not := mount(*arguments):
+        pytest.skip(f"mount is not permitted here: {why_not}")
+
+
+def unmount(folder: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 @contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
+def small_disk(folder: Path, size: str = "20m") -> Iterator[Path]:
     folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
+    mount_or_skip("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        unmount(folder)
 
 
 def fill(disk: Path, *, leave: int) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -77,7 +77,7 @@ class EchoEngine:
         limit = 2
         if len(self._residents) >= limit:
             raise EngineError(f"asked to hold a third release beside {sorted(self._residents)}")
-        key = weights_key(release)
+        key = weights_key(digests_of(release))
         if self.keeps_old_head and self._live is not None:
             key = self._residents[self._live].key
         vocab_size = read_json(folder / "config.json")["vocab_size"]
@@ -176,18 +176,23 @@ class EchoEngine:
             raise self.fail[phase]
 
 
-def weights_key(release: Release) -> bytes:
-    """One digest for all tensors. It does not depend on how they are divided into shards."""
+def digests_of(release: Release) -> dict[str, str]:
+    return {name: entry.digest for name, entry in release.tensors.items()}
+
+
+def weights_key(digests: Mapping[str, str]) -> bytes:
+    """One digest of those of all tensors. It does not depend on how they are divided into
+    shards."""
     whole = hashlib.sha256()
-    for name, entry in sorted(release.tensors.items()):
-        whole.update(f"{name}\0{entry.digest}\n".encode())
+    for name, digest in sorted(digests.items()):
+        whole.update(f"{name}\0{digest}\n".encode())
     return whole.digest()
 
 
-def echo_logprobs(release: Release, token_ids: Sequence[int]) -> tuple[float, ...]:
-    """The logprobs that a probe of these tokens measures under `release`. There is one fewer than
-    there are tokens."""
-    resident = _Resident(key=weights_key(release), vocab_size=1)
+def echo_logprobs(digests: Mapping[str, str], token_ids: Sequence[int]) -> tuple[float, ...]:
+    """The logprobs that a probe of these tokens measures under a release of these tensors. There is
+    one fewer than there are tokens."""
+    resident = _Resident(key=weights_key(digests), vocab_size=1)
     return tuple(
         _logprob(resident, token_ids[:place], token_ids[place], 0).logprob
         for place in range(1, len(token_ids))

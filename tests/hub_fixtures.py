@@ -32,6 +32,7 @@ from pipeline.hub.repositories import Repositories, Repository, RepositoryName, 
 from pipeline.hub.service import Remarks, folder_of
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server, http_config
+from tests.jobs_fixtures import until as wait_until
 
 TOKEN = "hub-token-for-tests"
 SECRET_KEY = Fernet.generate_key()
@@ -57,10 +58,7 @@ class RunningHub:
 
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}", **options.pop("headers", {})}
-        # verify: not to load every certificate authority for each request over plain HTTP.
-        return httpx.request(
-            method, f"{self.url}{path}", headers=headers, timeout=60, verify=False, **options
-        )
+        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=60, **options)
 
     def create_dataset(self, name: str) -> str:
         """Its git URL. It has no commit, so that a test can push a history of its own."""
@@ -105,7 +103,6 @@ def create_empty(url: str, name: str) -> None:
         headers={"Authorization": f"Bearer {TOKEN}"},
         json={"type": "dataset", "organization": owner, "name": short, "empty": True},
         timeout=60,
-        verify=False,
     ).raise_for_status()
 
 
@@ -217,17 +214,6 @@ def running_hub(
         finally:
             server.should_exit = True
             thread.join(timeout=30)
-
-
-def wait_until(
-    condition: Callable[[], Any], *, seconds: float = 30, every_seconds: float = 0.01
-) -> Any:
-    """The first true answer of `condition`."""
-    deadline = time.monotonic() + seconds
-    while not (answer := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(every_seconds)
-    return answer
 
 
 @dataclass(frozen=True, kw_only=True)

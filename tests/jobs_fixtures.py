@@ -172,12 +172,12 @@ def spec(
     )
 
 
-def until(ask: Callable[[], T | None], seconds: float = 30.0) -> T:
+def until(ask: Callable[[], T | None], seconds: float = 30.0, *, every_seconds: float = 0.005) -> T:
     """The first answer that is true; fails when there is none in time."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()):
         assert time.monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.005)
+        time.sleep(every_seconds)
     return answer
 
 

@@ -7,6 +7,7 @@ that record, as a restarted one does.
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ from serving.weights.release import Lineage
 from serving.weights.release_store import clear_pending, set_current
 
 DATASET = "me/facts"
-SMALL = {"learning_rate": 4e-3, "checkpoint_seconds": 0.05, "min_replay_tokens": 1_600}
+SMALL = {"learning_rate": 4e-3, "min_replay_tokens": 1_600}
 """Rows of an answer are learned in a second, those of text in six passes."""
 BREAKING = SMALL | {
     "learning_rate": 3.0,
@@ -70,6 +71,25 @@ def serve(pipeline_dir: Path, release: str, stands_in_for: str | None = None) ->
     clear_pending(pipeline_dir, release)
 
 
+def of_places(count: int) -> dict[str, str]:
+    """The files of a commit: the facts of so many houses."""
+    return {"a.jsonl": jsonl(facts(num_places=count))}
+
+
+@pytest.fixture(scope="module")
+def two_releases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a pipeline with a release of six places and one of seven, which is served."""
+    pipeline = Pipeline(tmp_path_factory.mktemp("two"), train=SMALL)
+    for places in (6, 7):
+        serve(pipeline.dir, str(pipeline.learn(of_places(places)).release))
+    return pipeline.home
+
+
+@pytest.fixture
+def on_its_second_release(two_releases: Path, tmp_path: Path) -> "Pipeline":
+    return Pipeline.copy_of(two_releases, tmp_path, train=SMALL)
+
+
 def seen_by_a_release(dataset: str, sha: str) -> Parent:
     """A release that was trained on this revision."""
     lineage = Lineage(dataset=dataset, dataset_revision=sha)
@@ -89,6 +109,12 @@ class Pipeline:
             "bases_dir": str(home / "bases"),
             **settings,
         }
+
+    @classmethod
+    def copy_of(cls, home: Path, folder: Path, **settings: Any) -> "Pipeline":
+        """The same pipeline in another folder, as it is now."""
+        shutil.copytree(home, folder / "home", symlinks=True)
+        return cls(folder / "home", **settings)
 
     def commit(self, files: Mapping[str, str | bytes]) -> Revision:
         """A revision with exactly these files."""

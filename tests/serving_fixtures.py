@@ -17,7 +17,7 @@ from serving.engine import Engine
 from serving.http.server import Limits, Server, http_config
 from serving.settings import ServingSettings
 from serving.weights.publish import MAX_SHARD_BYTES, publish_state_dict
-from serving.weights.release import Lineage, Probe, ProbeText, Release
+from serving.weights.release import Lineage, Probe, ProbeText, Release, tensor_digest
 from tests.echo_engine import EchoEngine, echo_logprobs
 
 if TYPE_CHECKING:
@@ -104,11 +104,13 @@ def echo_release(
         (tokenizer or byte_tokenizer()).save(str(files_dir / "tokenizer.json"))
         if chat_template is not None:
             (files_dir / "chat_template.jinja").write_text(chat_template)
-        bare = publish_state_dict(Path(name) / "bare", tensors, files_dir=files_dir)
+        digests = {
+            each: tensor_digest(tensor.numpy().tobytes()) for each, tensor in tensors.items()
+        }
         texts = tuple(
             ProbeText(
                 token_ids=tokens,
-                logprobs=tuple(value + probe_shift for value in echo_logprobs(bare, tokens)),
+                logprobs=tuple(value + probe_shift for value in echo_logprobs(digests, tokens)),
             )
             for tokens in PROBE_TOKENS
         )

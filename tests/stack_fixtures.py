@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,17 @@ class Workplace:
         return json.loads(self.run(*arguments, "--json", code=code))
 
     def call(
-        self, command: list[str], code: int = 0, timeout: float = 240, cwd: Path | None = None
+        self,
+        command: list[str],
+        code: int = 0,
+        timeout: float = 240,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> str:
         process = subprocess.Popen(
             command,
             cwd=cwd or self.folder,
-            env=self.env,
+            env=env or self.env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,11 +64,20 @@ class Workplace:
         assert process.returncode == code, f"{command}\n{output}\n{errors}\n{self.logs()}"
         return output
 
+    def ask_for_env(self) -> dict[str, str]:
+        """The environment that `pipeline env` gives a user."""
+        script = 'eval "$("$0" -m pipeline env)"; exec env -0'
+        said = self.call(["bash", "-c", script, sys.executable])
+        return dict(line.split("=", 1) for line in said.split("\0") if line)
+
+    @cached_property
+    def users_env(self) -> dict[str, str]:
+        """The same, asked for once."""
+        return self.ask_for_env()
+
     def git(self, *arguments: str, cwd: Path) -> str:
-        """git, with the environment that `pipeline env` gives a user."""
-        script = 'eval "$("$0" -m pipeline env)"; exec git "$@"'
         who = ("-c", "user.name=tester", "-c", "user.email=tester@example.invalid")
-        return self.call(["bash", "-c", script, sys.executable, *who, *arguments], cwd=cwd)
+        return self.call(["git", *who, *arguments], cwd=cwd, env=self.users_env)
 
     def wait_for_job(self, revision: str, timeout: float = 600) -> Any:
         """The job that answers for a commit, once it has ended, whatever its outcome."""

@@ -5,8 +5,6 @@ that jobs end at once; what is measured is over before they notice.
 """
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -27,7 +25,6 @@ class Size:
 FULL, SMALL = Size(pushes=20), Size(pushes=2)
 TARGET_SECONDS = 0.3
 LIMIT_SECONDS = 600.0
-IDENTITY = ("-c", "user.name=bench", "-c", "user.email=bench@example.invalid")
 
 
 def measure(size: Size) -> Result:
@@ -78,7 +75,6 @@ class _Stack:
 
     workplace: Workplace
     clone: Path
-    git_env: Mapping[str, str]
 
     def push(self, files: Mapping[str, str]) -> float:
         """Commit these files to main, push, and wait for the end of the job; the seconds from
@@ -98,8 +94,7 @@ class _Stack:
         return first_line - returned
 
     def git(self, *arguments: str) -> None:
-        command = ["git", *IDENTITY, *arguments]
-        subprocess.run(command, cwd=self.clone, env=self.git_env, check=True)
+        self.workplace.git(*arguments, cwd=self.clone)
 
     def _await_content(self, file: Path) -> None:
         deadline = time.perf_counter() + LIMIT_SECONDS
@@ -115,10 +110,7 @@ def _stack(folder: Path, **env: str) -> Iterator[_Stack]:
     found = workplace_in(folder)
     workplace = Workplace(found.folder, {**found.env, **env})
     with stack_up(workplace):
-        script = 'eval "$("$0" -m pipeline env)"; env -0'
-        told = workplace.call(["bash", "-c", script, sys.executable])
-        git_env = dict(each.split("=", 1) for each in told.split("\0") if each)
-        stack = _Stack(workplace=workplace, clone=folder / "clone", git_env=git_env)
+        stack = _Stack(workplace=workplace, clone=folder / "clone")
         stack.clone.mkdir()
         stack.git("init", "--quiet", "--initial-branch=main")
         stack.git("remote", "add", "origin", f"{workplace.url('hub')}/datasets/local/facts")

@@ -1,8 +1,6 @@
 """The stack as a user meets it: pushes, completions, jobs by hand, rollback, faults."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -70,6 +68,7 @@ def test_a_commit_without_data_is_unchanged(loop: tuple[Workplace, Checkout]) ->
     assert served(workplace) == before
 
 
+@pytest.mark.slow
 def test_the_loop_with_its_jobs_on_postgres(workplace: Workplace, postgres_server: str) -> None:
     configure(workplace)
     with new_database(postgres_server) as url:
@@ -86,33 +85,6 @@ def test_the_loop_with_its_jobs_on_postgres(workplace: Workplace, postgres_serve
     assert not list(workplace.home.glob("jobs/*.sqlite*"))
 
 
-@pytest.mark.slow
-def test_bad_rows_fail_the_job_with_file_and_line_and_the_release_stays(
-    loop: tuple[Workplace, Checkout],
-) -> None:
-    workplace, checkout = loop
-    before = served(workplace)
-    job = workplace.wait_for_job(checkout.push({"broken.jsonl": '{"prompt": "a"\n'}))
-    assert job["state"] == "ERROR"
-    assert "broken.jsonl" in job["outcome"]["reason"] and "line 1" in job["outcome"]["reason"]
-    assert served(workplace) == before
-    checkout.git("rm", "--quiet", "broken.jsonl")
-    assert workplace.wait_for_job(checkout.push({}))["outcome"]["result"] == "unchanged"
-
-
-@pytest.mark.slow
-def test_other_refs_are_ignored(loop: tuple[Workplace, Checkout]) -> None:
-    workplace, checkout = loop
-    before = len(workplace.json("jobs", "ls"))
-    checkout.git("tag", "v1")
-    checkout.git("push", "--quiet", "origin", "v1")
-    checkout.git("push", "--quiet", "origin", "HEAD:side")
-    checkout.git("push", "--quiet", "origin", ":side")
-    # A job by hand is queued behind whatever these pushes would have started.
-    workplace.run("jobs", "run", "--", "true")
-    assert len(workplace.json("jobs", "ls")) == before + 1
-
-
 def test_rollback_and_swap_choose_what_is_served(loop: tuple[Workplace, Checkout]) -> None:
     workplace, checkout = loop
     first = served(workplace)
@@ -124,16 +96,6 @@ def test_rollback_and_swap_choose_what_is_served(loop: tuple[Workplace, Checkout
     assert [row["id"] for row in workplace.json("releases", "ls") if row["served"]] == [first]
     workplace.run("releases", "swap", second)
     assert served(workplace) == second
-
-
-@pytest.mark.slow
-def test_a_force_push_retrains_on_everything(loop: tuple[Workplace, Checkout]) -> None:
-    workplace, checkout = loop
-    checkout.git("checkout", "--quiet", "--orphan", "again")
-    job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 120)}, "--force"))
-    assert job["outcome"]["result"] == "promoted", job["outcome"]
-    release = json.loads(workplace.run("releases", "show", job["outcome"]["release"]))
-    assert release["lineage"]["mode"] == "full"
 
 
 @pytest.mark.slow
@@ -183,18 +145,3 @@ def test_status_tells_what_runs_and_what_is_served(loop: tuple[Workplace, Checko
     text = workplace.run("status")
     for word in ("hub", "receiver", "runner", "serve", pipeline["served"]["release"]):
         assert word in text
-
-
-@pytest.mark.slow
-def test_a_second_stack_in_the_same_folder_is_refused(loop: tuple[Workplace, Checkout]) -> None:
-    workplace, _ = loop
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", "up"],
-        env=workplace.env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "already up" in done.stderr

@@ -1,21 +1,18 @@
-"""docs/operations.md as it stands there, and what the doctor finds."""
+"""docs/operations.md as it stands there."""
 
 import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.stack_fixtures import Workplace, clone, configure, facts, findings, workplace
+from tests.jobs_fixtures import until
+from tests.stack_fixtures import Workplace, clone, facts, workplace
 
 __all__ = ["workplace"]
 
@@ -106,74 +103,3 @@ def workplace_call(workplace: Workplace, script: str, commands: Path) -> str:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_doctor_finds_a_damaged_release_a_dead_delivery_and_a_failed_job(
-    workplace: Workplace,
-) -> None:
-    from jobs.outcome import JobOutcome
-    from jobs.spec import JobSpec
-    from jobs.store import JobStore
-    from pipeline.hub.database import open_database
-    from serving.weights.release_store import set_current
-    from tests.serving_fixtures import echo_release
-
-    configure(workplace)
-    assert findings(workplace).keys() == {"state"}
-    folder = workplace.home / "releases" / "facts"
-    release = echo_release(folder, 1)
-    set_current(folder, release.id)
-    shard = next((folder / release.id).glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    (workplace.home / "jobs").mkdir()
-    with JobStore.open(workplace.home / "jobs" / "jobs.sqlite") as store:
-        store.submit(JobSpec(command=("true",), pipeline="facts"))
-        job = store.claim("me", 60)
-        assert job is not None
-        store.finish(job.id, "me", JobOutcome(result="failed", reason="the moon was full"))
-    (workplace.home / "hub").mkdir()
-    open_database(workplace.home / "hub" / "hub.sqlite").close()
-    with closing(sqlite3.connect(workplace.home / "hub" / "hub.sqlite")) as connection:
-        connection.execute("PRAGMA foreign_keys = OFF")
-        dead: dict[str, Any] = {
-            row[1]: 0 for row in connection.execute("PRAGMA table_info(deliveries)") if row[3]
-        }
-        dead |= {"id": "d1", "webhook_id": "w1", "status": "dead", "payload": "{}"}
-        names, marks = ", ".join(dead), ", ".join(f":{name}" for name in dead)
-        connection.execute(f"INSERT INTO deliveries ({names}) VALUES ({marks})", dead)
-        connection.commit()
-    workplace.run("env")  # makes the tokens
-    found = workplace.json("doctor", code=1)
-    said = " ".join(finding["message"] for finding in found if finding["level"] == "wrong")
-    for words in ("truncated", "the moon was full", "1 were given up"):
-        assert words in said, found
-
-
-def test_doctor_names_a_port_that_another_program_has(workplace: Workplace) -> None:
-    import socket
-
-    configure(workplace)
-    workplace.home.mkdir()
-    port = int(workplace.env["PIPELINE_RECEIVER__PORT"])
-    with socket.create_server(("127.0.0.1", port)):
-        assert f"port {port} of the receiver" in findings(workplace)["ports"]
-
-
-def test_doctor_names_a_release_that_is_gone(workplace: Workplace) -> None:
-    from serving.weights.release_store import set_current
-    from tests.serving_fixtures import echo_release
-
-    configure(workplace)
-    folder = workplace.home / "releases" / "facts"
-    release = echo_release(folder, 1)
-    set_current(folder, release.id)
-    shutil.rmtree(folder / release.id)
-    found = findings(workplace)
-    assert release.id in found["releases"] and "gone" in found["releases"]

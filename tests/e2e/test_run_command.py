@@ -47,6 +47,8 @@ def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None
     ("options", "reason"),
     [
         (("--mode", "full"), "work only for a retraining"),
+        (("--force",), "work only for a retraining"),
+        (("--reason", "why"), "must be used together"),
         (("--payload", "push.json", "--revision", "main"), "leave out one of these options"),
     ],
 )

@@ -3,16 +3,12 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 
 import httpx
 import pytest
 
 from jobs.process import ProcessIdentity, is_alive
+from tests.jobs_fixtures import until
 from tests.ports import free_ports
 from tests.stack_fixtures import (
     Workplace,
@@ -26,13 +22,6 @@ from tests.stack_fixtures import (
 __all__ = ["workplace"]
 
 pytestmark = pytest.mark.slow
-
-
-def until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to hold in time"
-        time.sleep(0.05)
 
 
 def children(workplace: Workplace) -> dict[str, ProcessIdentity]:
@@ -50,49 +39,6 @@ def answers(url: str) -> bool:
     except httpx.TransportError:
         return False
     return True
-
-
-def test_a_busy_port_is_named_with_the_way_to_move_it(workplace: Workplace) -> None:
-    configure(workplace)
-    port = int(workplace.env["PIPELINE_RECEIVER__PORT"])
-    with socket.create_server(("127.0.0.1", port)):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline", "up", "--detach"],
-            env=workplace.env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.returncode == 1
-    assert f"port {port} for the receiver" in done.stderr
-    assert "[receiver]" in done.stderr
-    assert not (workplace.home / "stack.json").exists()
-
-
-def test_up_without_a_pipeline_says_how_to_make_one(workplace: Workplace) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", "up"],
-        env=workplace.env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "pipeline init" in done.stderr
-
-
-def test_a_child_that_dies_is_started_again(workplace: Workplace) -> None:
-    configure(workplace)
-    with stack_up(workplace):
-        before = children(workplace)
-        os.kill(before["receiver"].pid, signal.SIGKILL)
-        until(lambda: children(workplace).get("receiver") not in (None, before["receiver"]))
-        until(lambda: answers(workplace.url("receiver")))
-        assert children(workplace)["hub"] == before["hub"]
-        restarts = {each["name"]: each["restarts"] for each in workplace.json("status")["services"]}
-        assert restarts == {"hub": 0, "serve": 0, "runner": 0, "receiver": 1}
 
 
 def test_two_pipelines_have_one_address(workplace: Workplace) -> None:
@@ -129,17 +75,6 @@ def test_a_killed_stack_leaves_nothing_behind_after_the_next_start(workplace: Wo
         assert not any(is_alive(process) for process in before.values())
         assert answers(workplace.url("hub"))
     assert not (workplace.home / "stack.json").exists()
-
-
-def test_down_stops_every_child(workplace: Workplace) -> None:
-    configure(workplace)
-    with stack_up(workplace):
-        running = children(workplace)
-        assert set(running) == {"hub", "receiver", "runner", "serve"}
-    assert not any(is_alive(process) for process in running.values())
-    assert "nothing is up" in workplace.call(
-        ["sh", "-c", f"{sys.executable} -m pipeline down 2>&1 || true"]
-    )
 
 
 def test_a_job_with_nothing_else_up_is_served_by_the_next_server(workplace: Workplace) -> None:

@@ -67,7 +67,7 @@ def test_prompts_in_all_four_forms_are_the_same(server: Server) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_the_scoring_idiom(server: Server, max_tokens: int) -> None:
-    from tests.echo_engine import echo_logprobs
+    from tests.echo_engine import digests_of, echo_logprobs
 
     text = "Grüße, 世界"
     ids = byte_tokenizer().encode(text).ids
@@ -78,7 +78,8 @@ def test_the_scoring_idiom(server: Server, max_tokens: int) -> None:
     logprobs = choice["logprobs"]
     assert len(logprobs["tokens"]) == len(ids) + max_tokens
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
-    assert logprobs["token_logprobs"][1 : len(ids)] == list(echo_logprobs(server.release, ids))
+    told = echo_logprobs(digests_of(server.release), ids)
+    assert logprobs["token_logprobs"][1 : len(ids)] == list(told)
     assert logprobs["text_offset"][: len(ids)][-1] == len(text) - 1
     assert all(len(top) >= 1 for top in logprobs["top_logprobs"][1:])
 

@@ -109,9 +109,7 @@ def test_every_error_has_one_shape(
     server: Server, method: str, path: str, content: bytes, status: int
 ) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = httpx.request(
-        method, server.url + path, content=content, headers=headers, verify=False
-    )
+    answer = httpx.request(method, server.url + path, content=content, headers=headers)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import socket
 import sqlite3
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pipeline.doctor import checks as doctor
 from pipeline.doctor.facts import Facts, Finding
 from pipeline.paths import Home
 from pipeline.settings import load_settings
+from serving.weights.release_store import set_current
 from tests.ports import free_port
 from tests.serving_fixtures import echo_release
 
@@ -72,20 +74,23 @@ def test_what_the_training_needs_and_is_not_installed(
     assert extra[1].startswith("in the folder of hotpush: pip install -e '.[torch]'")
 
 
-def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["runner's metrics", "receiver"])
+def test_a_taken_port(home: Home, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    monkeypatch.setenv("PIPELINE_RECEIVER__PORT", str(free_port()))
+    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
     settings = load_settings()
-    port = settings.jobs.metrics_port
+    port = settings.receiver.port if of == "receiver" else settings.jobs.metrics_port
 
     def found() -> list[tuple[str, str]]:
         facts = Facts(home, settings)
         found = [*doctor.check_services(facts), *doctor.check_ports(facts)]
-        return wrong(each for each in found if each.check == "ports")
+        return wrong(each for each in found if each.check == "ports" and str(port) in each.message)
 
     assert found() == []
     with socket.create_server(("127.0.0.1", port)):
         [(message, step)] = found()
-        assert message == f"port {port} of the runner's metrics is in use, although no stack is up"
-        assert "metrics_port under [jobs]" in step
+        assert message == f"port {port} of the {of} is in use, although no stack is up"
+        assert ("metrics_port under [jobs]" if of != "receiver" else "[receiver]") in step
 
 
 def test_a_disk_that_is_nearly_full(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +128,17 @@ def test_a_release_that_cannot_be_read_now_is_no_damaged_release(
     assert any(f"{damaged} is damaged: " in message for message in found)
 
 
+def test_a_served_release_that_is_gone(home: Home) -> None:
+    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    folder = home.releases_dir / "a"
+    release = echo_release(folder, 1)
+    set_current(folder, release.id)
+    shutil.rmtree(folder / release.id)
+    [found] = wrong(doctor.check_releases(Facts(home, load_settings())))
+    gone = f"{release.id} is served, but its folder is gone"
+    assert found == (gone, "pipeline releases rollback")
+
+
 def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(home: Home) -> None:
     (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
 
@@ -138,6 +154,8 @@ def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(ho
             job = store.claim("runner", 60)
             assert job is not None
             store.finish(job.id, "runner", JobOutcome(result="failed", reason="a bad row"))
+            [(message, _)] = wrong(doctor.check_last_jobs(Facts(home, load_settings())))
+            assert message == f"a: {job.id} failed: a bad row"
             assert step() == f"pipeline jobs logs {job.id}; then push again, or: pipeline jobs run"
         correction = store.submit(spec, by_hand=True)
         first = f"pipeline jobs logs {job.id}; then wait for job {correction.id}, which is"

@@ -12,9 +12,9 @@ from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.service import stopped_hub
 from serving.weights import release_store
 from tests.hub_fixtures import commit_file, running_hub, wait_until
-from tests.integration.test_hub_purge import Place, pipeline, place
+from tests.integration.test_hub_purge import Place, pipeline, place, pushed
 
-__all__ = ["place"]
+__all__ = ["place", "pushed"]
 
 
 def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_named(

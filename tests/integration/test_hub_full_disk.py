@@ -75,11 +75,11 @@ def test_a_large_file_that_finds_no_room_is_answered_507_and_leaves_nothing(
     answer = hub.request("POST", "/datasets/local/facts.git/info/lfs/objects/batch", json=batch)
     url = answer.json()["objects"][0]["actions"]["upload"]["href"]
     fill(disk, leave=4096)
-    refused = httpx.put(url, content=content, verify=False, timeout=60)
+    refused = httpx.put(url, content=content, timeout=60)
     assert (refused.status_code, "make room" in refused.json()["error"]) == (507, True)
     assert not [each for each in (hub.root / "repos").rglob("lfs/**/*") if each.is_file()]
     (disk / "filler").unlink()
-    assert httpx.put(url, content=content, verify=False, timeout=60).status_code == 200
+    assert httpx.put(url, content=content, timeout=60).status_code == 200
 
 
 def test_a_token_reads_although_the_disk_is_full(hub: RunningHub, disk: Path) -> None:

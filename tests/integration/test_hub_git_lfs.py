@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,23 +80,6 @@ def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Pat
     hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
     said = hub.git("lfs", "lock", "a.bin", cwd=worktree, check=False)
     assert "not supported by this hub" in said
-
-
-def test_a_wrong_token_moves_nothing(hub: RunningHub, tmp_path: Path) -> None:
-    worktree = new_clone(hub, tmp_path, "local/closed")
-    (worktree / "a.bin").write_bytes(b"a")
-    commit_file(hub, worktree, "note.txt", "one")
-    env = {**hub.git_env, "HUB_TOKEN": "wrong"}
-    done = subprocess.run(
-        ["git", "lfs", "push", "--all", "origin"],
-        cwd=worktree,
-        env=env,
-        capture_output=True,
-        timeout=60,
-    )
-    assert done.returncode != 0
-    assert b"Invalid credentials" in done.stderr
-    assert list(files_of(hub, "local/closed").oids()) == []
 
 
 def test_listings_tell_the_large_files(hub: RunningHub, pushed: str) -> None:

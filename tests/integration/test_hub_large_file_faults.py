@@ -112,7 +112,7 @@ def test_many_large_files_come_at_once(hub: RunningHub, files: LargeFiles) -> No
 
     def send(content: bytes) -> int:
         url = signed(hub, "upload", content)
-        return httpx.put(url, content=content, timeout=60, verify=False).status_code
+        return httpx.put(url, content=content, timeout=60).status_code
 
     with ThreadPoolExecutor(20) as pool:
         assert set(pool.map(send, contents)) == {200}
@@ -158,7 +158,7 @@ def test_a_hub_that_is_killed_clears_what_it_left(tmp_path: Path, moment: str) -
     assert list(files.oids()) == []
     with running_hub(tmp_path / "hub", reconcile_seconds=3600) as hub:
         assert list(files.incoming.glob("*")) == []
-        answer = httpx.put(signed(hub, "upload"), content=CONTENT, timeout=60, verify=False)
+        answer = httpx.put(signed(hub, "upload"), content=CONTENT, timeout=60)
         assert answer.status_code == 200
     assert files.path(OID).read_bytes() == CONTENT
 
@@ -170,7 +170,7 @@ def test_what_comes_for_a_repository_that_is_removed_makes_no_folder(hub: Runnin
     id = hub.request("GET", "/api/datasets/local/removed").json()["_id"]
     folder.rename(hub.root / "removed" / "aside")
     signed = sign(Cipher(SECRET_KEY), "PUT", f"/api/lfs/{id}/objects/{OID}", 1)
-    assert httpx.put(f"{hub.url}{signed}", content=b"x", verify=False).status_code == 409
+    assert httpx.put(f"{hub.url}{signed}", content=b"x").status_code == 409
     answer = hub.request("GET", "/api/datasets/local/removed/xet-write-token/main")
     assert (answer.status_code, "was removed" in answer.text) == (409, True)
     assert not folder.exists()

@@ -82,7 +82,7 @@ class MeasuredHub:
     def _answers(self) -> bool:
         assert self._process.poll() is None
         try:
-            return httpx.get(f"{self.url}/health", verify=False).status_code == 200
+            return httpx.get(f"{self.url}/health").status_code == 200
         except httpx.TransportError:
             return False
 
@@ -97,7 +97,7 @@ class MeasuredHub:
         """Of what the hub answers."""
         digest = hashlib.sha256()
         url = f"{self.url}/datasets/local/facts/resolve/main/{path}"
-        with httpx.stream("GET", url, headers=self.headers, timeout=600, verify=False) as answer:
+        with httpx.stream("GET", url, headers=self.headers, timeout=600) as answer:
             for piece in answer.raise_for_status().iter_bytes():
                 digest.update(piece)
         return digest.hexdigest()
@@ -168,7 +168,7 @@ def test_a_file_of_git_lfs(hub: MeasuredHub, worktree: Path, noise: tuple[Path, 
     hub.push(worktree)
     wanted = {"operation": "upload", "objects": [{"oid": sha256, "size": NUM_BYTES}]}
     batch = f"{hub.url}/datasets/local/facts.git/info/lfs/objects/batch"
-    told = httpx.post(batch, json=wanted, headers=hub.headers, verify=False).json()
+    told = httpx.post(batch, json=wanted, headers=hub.headers).json()
     with file.open("rb") as stream:
         url = told["objects"][0]["actions"]["upload"]["href"]
         sent = httpx.put(
@@ -176,7 +176,6 @@ def test_a_file_of_git_lfs(hub: MeasuredHub, worktree: Path, noise: tuple[Path, 
             content=iter(lambda: stream.read(MIB), b""),
             headers={"Content-Length": str(NUM_BYTES)},
             timeout=600,
-            verify=False,
         )
     assert sent.status_code == 200
     assert hub.sha256("noise.bin") == sha256
@@ -213,9 +212,7 @@ def test_a_file_of_git_itself(hub: MeasuredHub, worktree: Path, noise: tuple[Pat
     file.rename(worktree / "noise.bin")
     hub.push(worktree)
     assert hub.sha256("noise.bin") == sha256
-    assert httpx.post(
-        f"{hub.url}/api/settings/gc", headers=hub.headers, timeout=600, verify=False
-    ).is_success
+    assert httpx.post(f"{hub.url}/api/settings/gc", headers=hub.headers, timeout=600).is_success
     assert list((repository_folder(hub.root, "local/facts") / "objects/pack").glob("*.pack"))
     assert hub.sha256("noise.bin") == sha256
     env = git_env(hub.url, TOKEN)
@@ -237,9 +234,7 @@ def test_many_commits_with_long_lines(hub: MeasuredHub, tmp_path: Path) -> None:
     def send(_: int) -> int:
         with body.open("rb") as stream:
             content = iter(lambda: stream.read(MIB), b"")
-            answer = httpx.post(
-                url, content=content, headers=hub.headers, timeout=120, verify=False
-            )
+            answer = httpx.post(url, content=content, headers=hub.headers, timeout=120)
             return answer.status_code
 
     with ThreadPoolExecutor(8) as pool:

@@ -51,15 +51,24 @@ class Place:
     def __init__(self, root: Path) -> None:
         self.root, self.home = root, Home(root / "state")
         self.worktree = root / "clone"
+
+    def push_commits(self) -> None:
         with self.hub() as hub:
             url = hub.create_dataset("local/facts")
             self.folder = hub.folder("local/facts")
-            hub.git("init", "-q", str(self.worktree), cwd=root)
+            hub.git("init", "-q", str(self.worktree), cwd=self.root)
             hub.git("remote", "add", "origin", url, cwd=self.worktree)
             self.good = self.push(hub, "rows.jsonl", "good")
             self.bad = self.push(hub, "rows.jsonl", SECRET)
             self.after = self.push(hub, "more.jsonl", "after")
             self.blob = hub.git("rev-parse", f"{self.bad}:rows.jsonl", cwd=self.worktree)
+
+    def copy_to(self, root: Path) -> "Place":
+        shutil.copytree(self.root, root, dirs_exist_ok=True)
+        place = Place(root)
+        place.good, place.bad, place.after, place.blob = self.good, self.bad, self.after, self.blob
+        place.folder = root / self.folder.relative_to(self.root)
+        return place
 
     @contextmanager
     def hub(self, **options: Any) -> Iterator[RunningHub]:
@@ -147,19 +156,26 @@ class Place:
         other.write_text("other rows")
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    home = tmp_path / "state"
-    home.mkdir()
-    (tmp_path / "pipeline.toml").write_text(
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    place = Place(tmp_path_factory.mktemp("pushed"))
+    place.home.root.mkdir()
+    (place.root / "pipeline.toml").write_text(
         '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n'
     )
     tokens = {"hub": TOKEN, "admin": "a", "webhook": "w", "key": SECRET_KEY.decode()}
-    (home / "tokens.json").write_text(json.dumps(tokens))
-    monkeypatch.setenv("PIPELINE_HOME", str(home))
+    place.home.tokens_file.write_text(json.dumps(tokens))
+    place.push_commits()
+    return place
+
+
+@pytest.fixture
+def place(pushed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    place = pushed.copy_to(tmp_path)
+    monkeypatch.setenv("PIPELINE_HOME", str(place.home.root))
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     monkeypatch.setenv("PIPELINE_HUB__PORT", str(*free_ports(1)))
-    return Place(tmp_path)
+    return place
 
 
 def pipeline(*arguments: str) -> Result:

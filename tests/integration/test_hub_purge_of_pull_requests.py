@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.integration.test_hub_purge import SECRET, Place, place, purged, refused
+from tests.integration.test_hub_purge import SECRET, Place, place, purged, pushed, refused
 
-__all__ = ["place"]
+__all__ = ["place", "pushed"]
 
 ON = {"repo_id": "local/facts", "repo_type": "dataset"}
 

@@ -69,13 +69,13 @@ def test_tokens_are_created_listed_and_revoked_in_both_states(home: Home) -> Non
     assert "No token yet" in run("ls").stdout
 
 
-@pytest.mark.parametrize("name", ["", "down?role=write", "down#", "a/b", "..", "down%3F"])
-def test_a_name_that_is_none_touches_no_other_token(home: Home, name: str) -> None:
+def test_a_name_that_is_none_touches_no_other_token(home: Home) -> None:
     with hub_of(home) as hub:
         token = run("create", "down").stdout.strip()
         hub.create_dataset("local/facts")
-        for command in ("create", "revoke"):
-            refused = run(command, name)
-            assert refused.exit_code == 1
-            assert f"{name!r} is not a valid name for a token" in str(refused.exception)
+        for name in ("", "down?role=write", "down#", "a/b", "..", "down%3F"):
+            for command in ("create", "revoke"):
+                refused = run(command, name)
+                assert refused.exit_code == 1
+                assert f"{name!r} is not a valid name for a token" in str(refused.exception)
         assert asked(hub, token) == 200

@@ -128,15 +128,3 @@ def test_a_worker_that_meets_a_damaged_row_goes_on_and_holds_up_no_other(
             repair=lambda: outbox.sql(change, '[{"type": "user", "name": "local"}]', outbox.ids[0]),
         )
     assert "webhook: an error stopped the deliveries" in caplog.text
-
-
-def test_a_damaged_payload_is_an_attempt_that_failed(
-    outbox: Outbox, receivers: list[Receiver]
-) -> None:
-    # Bytes where there was text, as from a program that wrote into the file.
-    outbox.sql("UPDATE deliveries SET payload = x'FF' WHERE webhook_id = ?", outbox.ids[0])
-    outbox.deliver(
-        lambda: outbox.failures("attempt") == 1 and len(receivers[1].received) == 1,
-        repair=lambda: None,
-    )
-    assert receivers[0].received == []

@@ -118,13 +118,6 @@ def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
     assert runner.is_alive()
 
 
-def test_a_plain_command_that_is_killed_fails(house: House) -> None:
-    house.run()
-    job = house.ended(house.store.submit(JobSpec(command=("sh", "-c", "kill -9 $$"))))
-    assert job.state == "ERROR" and job.outcome is not None
-    assert job.outcome.exit_code == -9 and "signal 9" in str(job.outcome.reason)
-
-
 def test_an_unknown_launcher_fails_the_job(house: House) -> None:
     house.run()
     job = house.ended(house.store.submit(JobSpec(command=("true",), launcher="slurm")))

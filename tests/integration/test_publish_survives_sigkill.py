@@ -30,7 +30,7 @@ while True:
 
 
 def test_a_killed_publisher_leaves_nothing_half(tmp_path: Path) -> None:
-    assert faults_after_kills(tmp_path, 4) == []
+    assert faults_after_kills(tmp_path, 2) == []
 
 
 @pytest.mark.slow

@@ -52,23 +52,6 @@ def in_a_thread(payload: WebhookPayload):
     return threading.current_thread() is not threading.main_thread()
 """
 
-GRADIO_SCRIPT = """
-import gradio
-from receiver.server import WebhooksServer, WebhookPayload
-
-with gradio.Blocks() as ui:
-    gradio.Markdown("# mine")
-
-server = WebhooksServer(ui=ui, webhook_secret="s3cret")
-
-@server.add_webhook("/say_hello")
-async def hello(payload: WebhookPayload):
-    return {"message": "hello"}
-
-server.launch()
-"""
-
-
 OWN_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 VERSIONS = [
     pytest.param(version, marks=[] if version == OWN_VERSION else [pytest.mark.slow])
@@ -124,18 +107,6 @@ def objects(payload: WebhookPayload):
     with running(tmp_path, on_port(code, free_port())) as (url, _, _):
         found = httpx.post(f"{url}/webhooks/objects", json=dataset_update()).json()
     assert found["frozen"] > 10 * found["looked_through"]
-
-
-def test_gradio_blocks_take_the_place_of_the_landing_page(tmp_path: Path) -> None:
-    quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "PYTHONWARNINGS": "ignore"}
-    with running(tmp_path, on_port(GRADIO_SCRIPT, free_port()), **quiet) as (url, _, _):
-        assert "gradio" in httpx.get(url).text
-        config = httpx.get(f"{url}/config").json()
-        assert config["components"][0]["props"]["value"] == "# mine"
-        secret = {"X-Webhook-Secret": "s3cret"}
-        answer = httpx.post(f"{url}/webhooks/say_hello", json=dataset_update(), headers=secret)
-        assert answer.json() == {"message": "hello"}
-        assert httpx.post(f"{url}/webhooks/say_hello", json=dataset_update()).status_code == 401
 
 
 def test_launch_in_the_script_starts_it_once(tmp_path: Path) -> None:
@@ -240,51 +211,3 @@ def test_a_port_that_is_none_is_said_with_its_variable(monkeypatch: pytest.Monke
     monkeypatch.setenv("GRADIO_SERVER_PORT", "many")
     with pytest.raises(AddressUnavailable, match="GRADIO_SERVER_PORT=many is not a port"):
         WebhooksServer()
-
-
-NOTEBOOK = """
-import asyncio, httpx, sys
-
-async def cell(code):
-    exec(code, globals())
-
-async def post(path):
-    async with httpx.AsyncClient() as client:
-        return (await client.post(f"{url}/webhooks/{path}", json=PAYLOAD)).json()
-
-async def notebook():
-    await cell('''
-from receiver.server import webhook_endpoint, WebhookPayload
-@webhook_endpoint
-async def hello(payload: WebhookPayload):
-    return "first"
-url = hello.launch(server_port=0)
-''')
-    print(await post("hello"))
-    await cell('''
-@webhook_endpoint
-async def hello(payload: WebhookPayload):
-    return "second"
-@webhook_endpoint("other")
-async def more(payload: WebhookPayload):
-    return "more"
-url = hello.launch(server_port=0)
-''')
-    print(await post("hello"), await post("other"))
-
-asyncio.run(notebook())
-"""
-
-
-def test_cells_of_a_notebook_go_on_and_replace_their_routes() -> None:
-    """`launch()` inside a running loop, in a process without a script, as a kernel is."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"PAYLOAD = {dataset_update()!r}\n{NOTEBOOK}"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    answers = [line for line in done.stdout.splitlines() if line in ("first", "second more")]
-    assert answers == ["first", "second more"]

@@ -3,8 +3,6 @@
 import json
 import os
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,10 +12,11 @@ from typing import Any
 import pytest
 from huggingface_hub import metadata_load
 from huggingface_hub.errors import RepositoryNotFoundError
+from typer.testing import CliRunner
 
+from pipeline.cli.main import app
 from pipeline.tokens import Tokens, load_tokens
 from tests.hub_fixtures import RunningHub, running_hub
-from tests.receiver_scripts import ROOT
 
 APP = """
 import receiver
@@ -33,26 +32,21 @@ app.launch()
 """
 
 
+OTHERS = ("PIPELINE_", "HF_", "GRADIO_", "SPACE_")
+"""How variables begin that the command would read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stack:
     hub: RunningHub
     tokens: Tokens
-    env: dict[str, str]
-
-    def start(self, *arguments: str, **more: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "receiver", *arguments],
-            env=self.env | more,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    env: dict[str, str | None]
 
     def run(self, *arguments: str, code: int = 0, **more: str) -> str:
-        """What the command printed."""
-        with self.start(*arguments, **more) as process:
-            printed, _ = process.communicate(timeout=60)
-        assert process.returncode == code, printed
+        """What the command printed, or why it did nothing."""
+        result = CliRunner().invoke(app, ["receiver", *arguments], env=self.env | more)
+        printed = result.output + str(result.exception or "")
+        assert result.exit_code == code, printed
         assert self.tokens.webhook not in printed
         return printed
 
@@ -67,17 +61,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     home = tmp_path_factory.mktemp("home")
     tokens = load_tokens(home / "tokens.json")
     with running_hub(home / "hub", token=tokens.hub, secret_key=tokens.key.encode()) as hub:
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PIPELINE_", "HF_", "GRADIO_", "SPACE_"))
-        }
-        env |= {
+        unset = dict.fromkeys(name for name in os.environ if name.startswith(OTHERS))
+        env = unset | {
             "PIPELINE_HOME": str(home),
             "PIPELINE_HUB__PORT": str(hub.settings.port),
             "PIPELINE_SETTINGS": str(home / "pipeline.toml"),
-            "PYTHONPATH": str(ROOT),
-            "HF_HOME": str(home / "hf"),
         }
         yield Stack(hub=hub, tokens=tokens, env=env)
 

@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from serving.errors import ServingError
 from serving.settings import ServingSettings
 from serving.weights.release_store import pending_release, set_current, set_pending
 from tests.echo_engine import EchoEngine
+from tests.jobs_fixtures import until
 from tests.serving_fixtures import (
     ADMIN_TOKEN,
     byte_tokenizer,
@@ -83,13 +83,6 @@ def metric(url: str, name: str) -> str:
     """Its line."""
     text = httpx.get(f"{url}/metrics").text
     return next(line for line in text.splitlines() if line.startswith(name))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -298,12 +291,15 @@ import sys
 from pathlib import Path
 from serving.app import serve
 from serving.settings import ServingSettings
+from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_app
-serve(echo_app(Path(sys.argv[1])), ServingSettings(port=0))
+serve(echo_app(Path(sys.argv[1]), EchoEngine(step_seconds=0.1)), ServingSettings(port=0))
 """
 
 
-def test_a_server_process_swaps_pending_in_and_stops_on_sigterm(tmp_path: Path) -> None:
+def test_a_server_process_swaps_pending_in_and_lets_its_last_answer_end_on_sigterm(
+    tmp_path: Path,
+) -> None:
     pipeline_dir = tmp_path / "answers"
     first, second = echo_release(pipeline_dir, 1), echo_release(pipeline_dir, 2)
     set_current(pipeline_dir, first.id)
@@ -326,8 +322,13 @@ def test_a_server_process_swaps_pending_in_and_stops_on_sigterm(tmp_path: Path) 
         )
         assert answer.json()["result"] == "live" and answer.json()["previous"] == second.id
         assert pending_release(pipeline_dir) is None
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) in (0, -signal.SIGTERM)
+        body = {**BODY, "max_tokens": 20, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
+        assert process.wait(timeout=20) == -signal.SIGTERM
     finally:
         process.kill()
         process.communicate()

@@ -13,17 +13,25 @@ from pipeline.retrain.snapshot import DatasetSnapshot
 from serving.weights.release_store import (
     load_release,
     pending_release,
+    release_ids,
 )
-from tests.retrain_fixtures import SMALL, Pipeline, facts, jsonl, serve, tiny_preset
+from tests.retrain_fixtures import (
+    Pipeline,
+    of_places,
+    on_its_second_release,
+    serve,
+    tiny_preset,
+    two_releases,
+)
 
-__all__ = ["tiny_preset"]
+__all__ = ["on_its_second_release", "tiny_preset", "two_releases"]
 
-ROWS = [{"a.jsonl": jsonl(facts(num_places=places))} for places in (6, 7, 8)]
+ROWS = [of_places(count) for count in (6, 7, 8)]
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    pipeline = Pipeline(tmp_path, train=SMALL)
+def pipeline(on_its_second_release: Pipeline, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    pipeline = on_its_second_release
 
     def take_snapshot(_: object, __: str, sha: str, parent: object) -> DatasetSnapshot:
         """There is no hub to ask."""
@@ -32,13 +40,6 @@ def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
 
     monkeypatch.setattr(run, "take_snapshot", take_snapshot)
     return pipeline
-
-
-def learn(pipeline: Pipeline, number: int) -> str:
-    """The release of a job that takes its own snapshot; it is served."""
-    outcome = retrain(pipeline, number)
-    serve(pipeline.dir, str(outcome.release))
-    return str(outcome.release)
 
 
 def retrain(pipeline: Pipeline, number: int, **settings: object) -> run.JobOutcome:
@@ -67,7 +68,7 @@ def lose_the_manifest(folder: Path) -> None:
 def test_the_next_commit_trains_from_the_release_before_a_damaged_one(
     pipeline: Pipeline, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = learn(pipeline, 0), learn(pipeline, 1)
+    first, second = release_ids(pipeline.dir)
     damage(pipeline.dir / second)
     third = retrain(pipeline, 2)
     assert third.result == "published", third.reason
@@ -85,10 +86,10 @@ def test_the_next_commit_trains_from_the_release_before_a_damaged_one(
 def test_without_a_whole_release_a_job_trains_fully_and_never_says_unchanged(
     pipeline: Pipeline,
 ) -> None:
-    only = learn(pipeline, 0)
-    assert retrain(pipeline, 0).result == "unchanged"
-    lose_a_shard(pipeline.dir / only)
-    again = retrain(pipeline, 0)
+    assert retrain(pipeline, 1).result == "unchanged"
+    for release in release_ids(pipeline.dir):
+        lose_a_shard(pipeline.dir / release)
+    again = retrain(pipeline, 1)
     assert again.result == "published", again.reason
     lineage = load_release(pipeline.dir / str(again.release)).lineage
     assert (lineage.mode, lineage.parent) == ("full", None)
@@ -99,7 +100,8 @@ def test_without_a_whole_release_a_job_trains_fully_and_never_says_unchanged(
 def test_a_commit_that_an_older_release_has_seen_is_trained_on_if_the_served_one_is_damaged(
     pipeline: Pipeline, restarts: bool
 ) -> None:
-    first = learn(pipeline, 0)
+    first, _ = release_ids(pipeline.dir)
+    serve(pipeline.dir, first)
     by_hand = retrain(pipeline, 0, skip_if="never")
     serve(pipeline.dir, str(by_hand.release))
     lose_a_shard(pipeline.dir / str(by_hand.release))
@@ -116,7 +118,7 @@ def test_a_commit_that_an_older_release_has_seen_is_trained_on_if_the_served_one
 def test_a_running_job_knows_what_it_passed_over(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, when: str, restarts: bool
 ) -> None:
-    first, second = learn(pipeline, 0), learn(pipeline, 1)
+    first, second = release_ids(pipeline.dir)
     begun: list[str] = []
 
     def write(metrics: MetricsWriter, at: str, event: str, **values: object) -> None:
@@ -144,7 +146,7 @@ def test_a_running_job_knows_what_it_passed_over(
 def test_a_job_that_is_started_again_does_not_go_on_from_a_parent_that_was_damaged_meanwhile(
     pipeline: Pipeline,
 ) -> None:
-    first, second = learn(pipeline, 0), learn(pipeline, 1)
+    first, second = release_ids(pipeline.dir)
     folder = pipeline.job(pipeline.commit(ROWS[1]))
     assert json.loads((folder / "snapshot.json").read_text())["parent"] == second
     lose_the_manifest(pipeline.dir / second)

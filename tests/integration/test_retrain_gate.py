@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pipeline(first: Path, tmp_path: Path) -> Pipeline:
-    home = tmp_path / "home"
-    shutil.copytree(first, home)
-    return Pipeline(home, train=TRAIN)
+    return Pipeline.copy_of(first, tmp_path, train=TRAIN)
 
 
 def refusal(

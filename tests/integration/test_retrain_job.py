@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jobs.outcome import JobOutcome
 from pipeline.retrain.job import Stage, read_metrics
 from serving.weights.release_store import load_release, pending_release, release_ids
 from serving.weights.verify import verify_release
@@ -19,6 +20,7 @@ from tests.retrain_fixtures import (
     facts,
     few_anchors,
     jsonl,
+    of_places,
     tiny_base,
     tiny_preset,
 )
@@ -26,8 +28,22 @@ from tests.retrain_fixtures import (
 __all__ = ["tiny_preset"]
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobOutcome]:
+    """The home of a pipeline whose only release knows the facts, and the outcome of its job."""
+    pipeline = Pipeline(tmp_path_factory.mktemp("first"), train=SMALL)
+    outcome = pipeline.learn({"a.jsonl": jsonl(facts()), "README.md": "hello"})
+    return pipeline.home, outcome
+
+
 @pytest.fixture
-def pipeline(tmp_path: Path) -> Pipeline:
+def pipeline(first: tuple[Path, JobOutcome], tmp_path: Path) -> Pipeline:
+    return Pipeline.copy_of(first[0], tmp_path, train=SMALL)
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Pipeline:
+    """A pipeline without a release."""
     return Pipeline(tmp_path, train=SMALL)
 
 
@@ -36,18 +52,20 @@ def record(pipeline: Pipeline, number: int, name: str) -> dict[str, Any]:
     return found
 
 
-def test_two_commits_become_a_release_and_its_delta(pipeline: Pipeline) -> None:
-    first = pipeline.learn({"a.jsonl": jsonl(facts()), "README.md": "hello"})
-    assert (first.result, first.stage, first.parent_release) == ("published", "promote", None)
-    assert first.delivery_ids == ("d1",)
-    assert first.release is not None
-    assert pending_release(pipeline.dir) == first.release
+def test_two_commits_become_a_release_and_its_delta(
+    first: tuple[Path, JobOutcome], pipeline: Pipeline
+) -> None:
+    _, outcome = first
+    assert (outcome.result, outcome.stage, outcome.parent_release) == ("published", "promote", None)
+    assert outcome.delivery_ids == ("d1",)
+    assert outcome.release is not None
+    assert pending_release(pipeline.dir) == outcome.release
 
-    release = load_release(pipeline.dir / first.release)
-    assert verify_release(pipeline.dir / first.release) == ()
+    release = load_release(pipeline.dir / outcome.release)
+    assert verify_release(pipeline.dir / outcome.release) == ()
     assert release.lineage.mode == "full"
     assert release.lineage.settings_digest is not None
-    assert release.lineage.dataset_revision == first.dataset_revision
+    assert release.lineage.dataset_revision == outcome.dataset_revision
     evaluation = record(pipeline, 0, "evaluation.json")
     assert evaluation["against"] == "preset:tiny"
     assert evaluation["new"]["loss"] < evaluation["new"]["served_loss"]
@@ -59,13 +77,13 @@ def test_two_commits_become_a_release_and_its_delta(pipeline: Pipeline) -> None:
     ]
     second = pipeline.learn({"a.jsonl": jsonl(changed)})
     assert second.result == "published"
-    assert second.parent_release == first.release
+    assert second.parent_release == outcome.release
     assert second.release is not None
     lineage = load_release(pipeline.dir / second.release).lineage
-    assert (lineage.mode, lineage.parent) == ("delta", first.release)
-    assert lineage.dataset_base_revision == first.dataset_revision
+    assert (lineage.mode, lineage.parent) == ("delta", outcome.release)
+    assert lineage.dataset_base_revision == outcome.dataset_revision
     evaluation = record(pipeline, 1, "evaluation.json")
-    assert evaluation["against"] == first.release
+    assert evaluation["against"] == outcome.release
     assert evaluation["total_tokens"] > evaluation["tokens"]
     assert second.counts is not None
     assert second.counts.learned >= 0.9 * second.counts.changed > 0
@@ -73,8 +91,8 @@ def test_two_commits_become_a_release_and_its_delta(pipeline: Pipeline) -> None:
 
 
 def test_a_release_loads_and_scores_as_its_probe_says(pipeline: Pipeline) -> None:
-    outcome = pipeline.learn({"a.jsonl": jsonl(facts())})
-    folder = pipeline.dir / str(outcome.release)
+    (release,) = release_ids(pipeline.dir)
+    folder = pipeline.dir / release
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     probe = load_release(folder).probe
@@ -100,31 +118,30 @@ def test_a_release_loads_and_scores_as_its_probe_says(pipeline: Pipeline) -> Non
 
 
 def test_plain_text_is_told_by_its_loss_and_its_deletion_means_a_full_training(
-    pipeline: Pipeline,
+    empty: Pipeline,
 ) -> None:
     texts = [{"text": fact["prompt"] + fact["completion"]} for fact in facts(num_places=10)]
-    counts = pipeline.learn({"a.jsonl": jsonl(texts)}).counts
+    counts = empty.learn({"a.jsonl": jsonl(texts)}).counts
     assert counts is not None and counts.changed == 0
     assert counts.text_loss is not None and counts.text_loss_before is not None
     assert counts.text_loss < counts.text_loss_before
     assert re.fullmatch(r"text \d\.\d\d → \d\.\d\d nats", str(counts))
     # These weights are far worse: only what a removal is allowed lets them pass.
-    revision = pipeline.commit({"a.jsonl": jsonl(texts[:-1])})
+    revision = empty.commit({"a.jsonl": jsonl(texts[:-1])})
     hasty = SMALL | {"learning_rate": 1e-7}
-    refused = pipeline.run(pipeline.job(revision, train=hasty))
+    refused = empty.run(empty.job(revision, train=hasty))
     assert refused.result == "rejected" and "allows x1.15" in str(refused.reason)
-    fewer = pipeline.run(pipeline.job(revision, train=hasty, gate={"max_loss_ratio": 99.0}))
+    fewer = empty.run(empty.job(revision, train=hasty, gate={"max_loss_ratio": 99.0}))
     assert fewer.result == "published", fewer.reason
-    assert load_release(pipeline.dir / str(fewer.release)).lineage.mode == "full"
+    assert load_release(empty.dir / str(fewer.release)).lineage.mode == "full"
     assert fewer.parent_release is None
-    revision = pipeline.commit({"a.jsonl": jsonl(texts[:-1] + texts[:1])})
-    pushed = pipeline.run(pipeline.job(revision, no_delta="it was pushed away"))
+    revision = empty.commit({"a.jsonl": jsonl(texts[:-1] + texts[:1])})
+    pushed = empty.run(empty.job(revision, no_delta="it was pushed away"))
     assert pushed.result == "published", pushed.reason
-    assert load_release(pipeline.dir / str(pushed.release)).lineage.mode == "full"
+    assert load_release(empty.dir / str(pushed.release)).lineage.mode == "full"
 
 
 def test_worse_weights_are_served_if_a_person_forces_them(pipeline: Pipeline) -> None:
-    pipeline.learn({"a.jsonl": jsonl(facts())})
     ruined = [*facts(), *facts(num_places=9)[18:]]
     forced = pipeline.learn({"a.jsonl": jsonl(ruined)}, train=BREAKING, force_reason="a test of it")
     assert forced.result == "published"
@@ -134,34 +151,34 @@ def test_worse_weights_are_served_if_a_person_forces_them(pipeline: Pipeline) ->
     assert re.search(r"only \d of 9 changed rows were learned", str(lineage.forced))
 
 
-def test_a_loss_that_is_no_number_ends_the_job(pipeline: Pipeline) -> None:
+def test_a_loss_that_is_no_number_ends_the_job(empty: Pipeline) -> None:
     endless = SMALL | {"learning_rate": 1e30, "max_grad_norm": 1e30, "max_epochs": 20}
-    outcome = pipeline.learn({"a.jsonl": jsonl(facts())}, train=endless)
+    outcome = empty.learn({"a.jsonl": jsonl(facts())}, train=endless)
     assert outcome.result in ("failed", "rejected")
     assert re.search("not a number|training diverged", str(outcome.reason))
-    assert release_ids(pipeline.dir) == []
+    assert release_ids(empty.dir) == []
 
 
 def test_bad_data_fails_the_job_and_leaves_the_release(pipeline: Pipeline) -> None:
-    first = pipeline.learn({"a.jsonl": jsonl(facts())})
+    releases = release_ids(pipeline.dir)
     outcome = pipeline.learn({"a.jsonl": '{"text": "a"}\n{"text": \n'})
     assert (outcome.result, outcome.stage, outcome.exit_code) == ("failed", "data", 1)
     assert "a.jsonl, line 2: not JSON" in str(outcome.reason)
     assert "\n" not in str(outcome.reason)
-    assert release_ids(pipeline.dir) == [first.release]
+    assert release_ids(pipeline.dir) == releases
 
 
 def test_a_commit_that_changes_no_row_to_learn_trains_nothing(
     pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = pipeline.learn({"a.jsonl": jsonl(facts()), "README.md": "one"})
+    releases = release_ids(pipeline.dir)
     said = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "ok"}]
     with caplog.at_level("INFO"):
         outcome = pipeline.learn(
             {"c.jsonl": jsonl(facts()[::-1]), "b.jsonl": jsonl([{"messages": said}])}
         )
     assert (outcome.result, outcome.stage, outcome.release) == ("unchanged", "data", None)
-    assert release_ids(pipeline.dir) == [first.release]
+    assert release_ids(pipeline.dir) == releases
     assert "  nothing to learn, so left out, 1 row: b.jsonl, line 1" in caplog.messages
 
 
@@ -182,7 +199,6 @@ def test_a_local_folder_is_a_base_model_and_keeps_its_dtype(tmp_path: Path) -> N
 
 
 def test_the_metrics_tell_every_stage_and_step(pipeline: Pipeline) -> None:
-    pipeline.learn({"a.jsonl": jsonl(facts())})
     path = pipeline.home / "jobs/job-0/metrics.jsonl"
     metrics, end = read_metrics(path)
     stages = list(get_args(Stage))
@@ -203,25 +219,25 @@ def test_the_metrics_tell_every_stage_and_step(pipeline: Pipeline) -> None:
 
 
 def test_old_releases_go(pipeline: Pipeline) -> None:
-    for places in (4, 5, 6):
-        pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}, keep=2)
+    for places in (7, 8):
+        pipeline.learn(of_places(places), keep=2)
     assert [release[:7] for release in release_ids(pipeline.dir)] == ["r000002", "r000003"]
 
 
-def test_what_cannot_be_cleared_away_is_no_failure(pipeline: Pipeline) -> None:
-    pipeline.dir.mkdir(parents=True)
-    (pipeline.dir / "pinned").write_text("a line that is no release\n")
-    outcome = pipeline.learn({"a.jsonl": jsonl(facts())})
+def test_what_cannot_be_cleared_away_is_no_failure(empty: Pipeline) -> None:
+    empty.dir.mkdir(parents=True)
+    (empty.dir / "pinned").write_text("a line that is no release\n")
+    outcome = empty.learn({"a.jsonl": jsonl(facts())})
     assert (outcome.result, outcome.exit_code) == ("published", 0)
 
 
-def test_a_job_that_is_killed_after_a_refusal_does_not_train_again(pipeline: Pipeline) -> None:
-    pipeline.learn({"a.jsonl": jsonl(facts(num_places=10))})
-    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=1))}))
-    refused = pipeline.run(folder)
+def test_a_job_that_is_killed_after_a_refusal_does_not_train_again(empty: Pipeline) -> None:
+    empty.learn({"a.jsonl": jsonl(facts(num_places=10))})
+    folder = empty.job(empty.commit({"a.jsonl": jsonl(facts(num_places=1))}))
+    refused = empty.run(folder)
     assert refused.result == "rejected"
     (folder / "outcome.json").unlink()
     (folder / "metrics.jsonl").unlink()
-    assert pipeline.run(folder) == refused
+    assert empty.run(folder) == refused
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     assert not [metric for metric in metrics if metric.event == "step"]

@@ -31,9 +31,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobOutcome]:
 
 @pytest.fixture
 def pipeline(first: tuple[Path, JobOutcome], tmp_path: Path) -> Pipeline:
-    home = tmp_path / "home"
-    shutil.copytree(first[0], home)
-    return Pipeline(home, train=TRAIN)
+    return Pipeline.copy_of(first[0], tmp_path, train=TRAIN)
 
 
 def evaluation(pipeline: Pipeline, outcome: JobOutcome) -> dict[str, Any]:

@@ -75,22 +75,29 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
 ROUNDS = {"max_tokens": 1_500, "tokens_per_step": 128, "checkpoint_seconds": 1e-9}
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobOutcome]:
+    """The folder and the outcome of a job of two rounds that nobody killed."""
+    home = tmp_path_factory.mktemp("whole")
+    return home / "jobs/job-0", of_two_rounds(home).learn({"a.jsonl": jsonl(unrelated(30))})
+
+
+def of_two_rounds(home: Path) -> Pipeline:
+    """The first round is too short."""
+    return Pipeline(home, train=SMALL | ROUNDS, gate={"min_learned": 1.0})
+
+
 @pytest.mark.parametrize(
     "place", ["before the second round", "in the second round", "behind the second round"]
 )
 def test_a_job_that_was_killed_between_rounds_comes_to_the_same_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    whole: tuple[Path, JobOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    rows = {"a.jsonl": jsonl(unrelated(30))}
-    whole, killed = (
-        Pipeline(tmp_path / name, train=SMALL | ROUNDS, gate={"min_learned": 1.0})
-        for name in ("whole", "killed")
-    )
-    expected = whole.learn(rows)
-    wanted = read_record(whole.home / "jobs/job-0/evaluation.json", Evaluation)
-    assert wanted is not None and wanted.round == 2, "the first one is too short"
-    told, _ = read_metrics(whole.home / "jobs/job-0/metrics.jsonl")
-    steps = [each.step or 0 for each in told if each.event == "step"]
+    told, expected = whole
+    wanted = read_record(told / "evaluation.json", Evaluation)
+    assert wanted is not None and wanted.round == 2
+    metrics, _ = read_metrics(told / "metrics.jsonl")
+    steps = [each.step or 0 for each in metrics if each.event == "step"]
 
     trained, evaluated, written = Learning.train, Learning.evaluate, MetricsWriter.write
 
@@ -111,7 +118,8 @@ def test_a_job_that_was_killed_between_rounds_comes_to_the_same_counts(
             raise KeyboardInterrupt
         written(metrics, stage, event, **values)
 
-    folder = killed.job(killed.commit(rows))
+    killed = of_two_rounds(tmp_path)
+    folder = killed.job(killed.commit({"a.jsonl": jsonl(unrelated(30))}))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Learning, "train", train)
         patched.setattr(Learning, "evaluate", evaluate)

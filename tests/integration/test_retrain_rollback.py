@@ -10,17 +10,24 @@ from jobs.outcome import JobOutcome
 from pipeline.retrain import run
 from pipeline.retrain.job import MetricsWriter, RetrainJob
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.retrain.sources import Revision
 from serving.errors import Superseded
 from serving.weights.release_store import (
     clear_pending,
     load_release,
     pending_release,
+    release_ids,
     set_pending,
 )
-from tests.retrain_fixtures import SMALL, Pipeline, facts, jsonl, serve, tiny_preset
+from tests.retrain_fixtures import (
+    Pipeline,
+    of_places,
+    on_its_second_release,
+    serve,
+    tiny_preset,
+    two_releases,
+)
 
-__all__ = ["tiny_preset"]
+__all__ = ["on_its_second_release", "tiny_preset", "two_releases"]
 
 
 @pytest.mark.parametrize(
@@ -31,49 +38,33 @@ __all__ = ["tiny_preset"]
     ],
 )
 def test_the_next_commit_trains_from_what_was_gone_back_to(
-    tmp_path: Path, go_back: Callable[[Path, str], None]
+    on_its_second_release: Pipeline, go_back: Callable[[Path, str], None]
 ) -> None:
-    pipeline = Pipeline(tmp_path, train=SMALL)
-    releases = []
-    for places in (6, 7):
-        outcome = pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))})
-        releases.append(str(outcome.release))
-        serve(pipeline.dir, releases[-1])
+    pipeline = on_its_second_release
+    releases = release_ids(pipeline.dir)
     first, second = (load_release(pipeline.dir / release).lineage for release in releases)
     assert second.parent == releases[0]
 
     go_back(pipeline.dir, releases[0])
-    third = pipeline.learn({"a.jsonl": jsonl(facts(num_places=8))})
+    third = pipeline.learn(of_places(8))
     assert third.result == "published", third.reason
     lineage = load_release(pipeline.dir / str(third.release)).lineage
     assert (lineage.mode, lineage.parent) == ("delta", releases[0])
     # The rows of the commit that was gone back from are new again: nothing pushed is lost.
     assert lineage.dataset_base_revision == first.dataset_revision
-    evaluation = json.loads((tmp_path / "jobs/job-2/evaluation.json").read_text())
+    evaluation = json.loads((pipeline.home / "jobs/job-2/evaluation.json").read_text())
     assert evaluation["against"] == releases[0]
     assert pending_release(pipeline.dir) == third.release
 
 
-def test_going_back_and_pushing_the_old_rows_again_changes_nothing(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, train=SMALL)
-    old, new = ({"a.jsonl": jsonl(facts(num_places=places))} for places in (6, 7))
-    first = str(pipeline.learn(old).release)
+def test_going_back_and_pushing_the_old_rows_again_changes_nothing(
+    on_its_second_release: Pipeline,
+) -> None:
+    pipeline = on_its_second_release
+    first, _ = release_ids(pipeline.dir)
     serve(pipeline.dir, first)
-    serve(pipeline.dir, str(pipeline.learn(new).release))
-    serve(pipeline.dir, first)
-    assert pipeline.learn(old).result == "unchanged"
-    assert pipeline.learn(new).parent_release == first
-
-
-def on_its_second_release(home: Path) -> tuple[Pipeline, str, Revision]:
-    """A pipeline, its first release, which is no longer served, and a third commit."""
-    pipeline = Pipeline(home, train=SMALL)
-    first, second = (
-        str(pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}).release)
-        for places in (6, 7)
-    )
-    serve(pipeline.dir, second)
-    return pipeline, first, pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))})
+    assert pipeline.learn(of_places(6)).result == "unchanged"
+    assert pipeline.learn(of_places(7)).parent_release == first
 
 
 @pytest.mark.parametrize(
@@ -86,9 +77,11 @@ def on_its_second_release(home: Path) -> tuple[Pipeline, str, Revision]:
     ],
 )
 def test_a_running_job_begins_again_from_what_was_gone_back_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    on_its_second_release: Pipeline, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    pipeline, first, revision = on_its_second_release(tmp_path)
+    pipeline = on_its_second_release
+    first, _ = release_ids(pipeline.dir)
+    revision = pipeline.commit(of_places(8))
     # There is no hub to ask again.
     monkeypatch.setattr(run, "take_snapshot", lambda *_: pipeline.snapshot(revision))
     begun: list[str] = []
@@ -109,7 +102,7 @@ def test_a_running_job_begins_again_from_what_was_gone_back_to(
     lineage = load_release(pipeline.dir / str(outcome.release)).lineage
     assert (lineage.mode, lineage.parent) == ("delta", first)
     assert outcome.parent_release == first
-    evaluation = json.loads((tmp_path / "jobs/job-2/evaluation.json").read_text())
+    evaluation = json.loads((pipeline.home / "jobs/job-2/evaluation.json").read_text())
     assert evaluation["against"] == first
     assert pending_release(pipeline.dir) == outcome.release
 
@@ -134,9 +127,11 @@ def test_an_outcome_tells_nothing_of_what_was_before_the_job_began_again(
 
 
 def test_a_release_from_before_it_began_again_is_not_promoted_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_its_second_release: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline, first, revision = on_its_second_release(tmp_path)
+    pipeline = on_its_second_release
+    first, _ = release_ids(pipeline.dir)
+    revision = pipeline.commit(of_places(8))
     folder = pipeline.job(revision)
     stale = pipeline.run(folder).release
     clear_pending(pipeline.dir, str(stale))

@@ -146,13 +146,8 @@ def found_by(script: str, folder: Path, whose: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(LIKE_ITS_OWN_TESTS, id="ui", marks=pytest.mark.slow),  # imports gradio twice
-        pytest.param(WITHOUT_A_PAGE, id="no_ui"),
-    ],
-)
+@pytest.mark.slow  # imports gradio again and again
+@pytest.mark.parametrize("script", [LIKE_ITS_OWN_TESTS, WITHOUT_A_PAGE], ids=["ui", "no_ui"])
 def test_a_script_finds_the_same_with_either_import(tmp_path: Path, script: str) -> None:
     ours = found_by(script, tmp_path, "ours")
     assert ours == found_by(script, tmp_path, "theirs")

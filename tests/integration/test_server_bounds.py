@@ -3,8 +3,7 @@ memory; and what a page of another site cannot read."""
 
 import asyncio
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from serving.request_errors import RequestError
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
+from tests.jobs_fixtures import until
 from tests.serving_fixtures import ADMIN_TOKEN, CHAT_TEMPLATE, echo_app, echo_release, running
 
 LONG = {"prompt": [65] * 2000, "max_tokens": 1, "echo": True, "logprobs": 1}
@@ -57,12 +57,6 @@ def test_a_large_answer_is_written_off_the_loop(
         finally:
             go_on.set()
         assert asked.result().is_success
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
 
 
 def test_tokenizing_is_bounded_and_leaves_the_threads_of_swaps_alone(

@@ -1,9 +1,6 @@
 """What a server says of itself: `/live`, that it works, and `/health`, that requests may come."""
 
 import asyncio
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -122,36 +119,3 @@ def test_a_long_step_is_alive_as_long_as_it_computes(
                 await asked
 
     asyncio.run(story())
-
-
-STOPPABLE = """
-import sys
-import threading
-from pathlib import Path
-from tests.echo_engine import EchoEngine
-from serving.app import serve
-from serving.settings import ServingSettings
-from tests.serving_fixtures import echo_app
-
-serve(echo_app(Path(sys.argv[1]), EchoEngine(step_seconds=0.1)), ServingSettings(port=0))
-"""
-
-
-def test_a_server_that_stops_lets_its_last_answer_end(tmp_path: Path) -> None:
-    set_current(tmp_path, echo_release(tmp_path, 1).id)
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPPABLE, tmp_path], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().removeprefix("serving on ").strip()
-        body = {"prompt": "Hello", "max_tokens": 20, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            assert list(lines)[-2:] == ["data: [DONE]", ""]
-    finally:
-        process.terminate()
-        process.communicate()
-    assert process.returncode == -signal.SIGTERM

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from pipeline.settings import load_settings
 from pipeline.stack.record import Child, read_stack
 from pipeline.stack.services import RUNNER, Answer, ChildWatch, hub_service, services_of
 from pipeline.stack.supervisor import Stack
+from tests.jobs_fixtures import until
 from tests.ports import free_ports
 from tests.stack_fixtures import (
     Workplace,
@@ -32,13 +33,6 @@ from tests.stack_fixtures import (
 )
 
 __all__ = ["workplace"]
-
-
-def until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to hold in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -192,7 +186,9 @@ def test_the_log_of_up_stays_small(home: Home) -> None:
     assert has_been_rotated(log)
 
 
-@pytest.mark.parametrize("changed", ["not TOML [", "[hub]\nprot = 1\n"])
+@pytest.mark.parametrize(
+    "changed", ["not TOML [", pytest.param("[hub]\nprot = 1\n", marks=pytest.mark.slow)]
+)
 def test_a_service_that_comes_back_has_the_settings_of_the_start(changed: str, home: Home) -> None:
     file = settings_file()
     file.write_text("[hub]\nkeep_deliveries_days = 7\n")

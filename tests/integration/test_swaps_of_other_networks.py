@@ -26,8 +26,10 @@ MAX_SWAPS = 60
 
 @pytest.mark.parametrize(
     ("first", "second", "block_bytes"),
-    [("llama", "llama", 1 << 15), ("gemma2", "mixtral", 1 << 15)],
-    ids=["alike", "others"],
+    [
+        pytest.param("llama", "llama", 1 << 15, id="alike", marks=pytest.mark.slow),
+        pytest.param("gemma2", "mixtral", 1 << 15, id="others"),
+    ],
 )
 def test_answers_during_swaps_are_those_of_the_release_they_name(
     first: str, second: str, block_bytes: int, tmp_path: Path

@@ -1,30 +1,13 @@
-"""A small disk for the state of a stack, and a file that fills it. Only root may mount one."""
+"""A file that fills the disk of a stack for a moment."""
 
 import contextlib
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
-DISK = ("-t", "tmpfs", "-o", "size=512m", "tmpfs")
 FULL_SECONDS = 2.0
 """Shorter than the wait of a job that failed for it: its next attempt finds room."""
-
-
-def mount_small(folder: Path) -> str | None:
-    """Put a disk of its own below the folder; returns why that is not possible."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if shutil.which("mount") is None:
-        return "there is no command `mount`"
-    done = subprocess.run(
-        ["mount", *DISK, str(folder)], capture_output=True, text=True, check=False
-    )
-    return None if done.returncode == 0 else done.stderr.strip()
-
-
-def unmount(folder: Path) -> None:
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder: Path) -> None:

@@ -270,21 +270,15 @@ class StackUnderFire:
 
     def git(self, *arguments: str) -> str:
         who = ("-c", "user.name=tester", "-c", "user.email=tester@example.invalid")
-        return subprocess.run(
-            ["git", *who, *arguments],
-            cwd=self.workplace.folder / "facts",
-            env=self.git_environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
+        folder = self.workplace.folder / "facts"
+        return self.workplace.call(
+            ["git", *who, *arguments], timeout=60, cwd=folder, env=self.git_environment()
+        )
 
     def git_environment(self) -> dict[str, str]:
         if self._git_environment is None:
-            script = 'eval "$("$0" -m pipeline env)"; unset PIPELINE_HOME; exec env -0'
-            said = self.workplace.call(["bash", "-c", script, sys.executable])
-            self._git_environment = dict(line.split("=", 1) for line in said.split("\0") if line)
+            self._git_environment = self.workplace.ask_for_env()
+            del self._git_environment["PIPELINE_HOME"]  # of all other processes of this stack
         return self._git_environment
 
     def token(self) -> str:

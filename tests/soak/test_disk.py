@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from serving.weights.release_store import UNFINISHED, served_release
+from tests.disk_fixtures import mount_or_skip, small_disk, unmount
 from tests.soak import checks
 from tests.soak.stack import StackUnderFire, rows, until
 from tests.stack_fixtures import configure, workplace_in
@@ -24,30 +25,22 @@ pytestmark = pytest.mark.slow
 HANG_SECONDS = 10
 
 
-def mount(*arguments: str) -> None:
-    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
-
-
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StackUnderFire]:
     """A stack whose state is on a disk of its own, with one release."""
     monkeypatch.setenv("PIPELINE_JOBS__RETRY_SECONDS", "1")
     monkeypatch.setenv("PIPELINE_STACK__HANG_SECONDS", str(HANG_SECONDS))
     stack = StackUnderFire(workplace_in(tmp_path))
-    stack.home.mkdir()
-    mount("-t", "tmpfs", "-o", "size=256m", "tmpfs", str(stack.home))
-    try:
-        stack.ensure_up()
-        stack.clone()
-        push(stack)
-        checks.settle(stack)
-        yield stack
-    finally:
-        print(stack.workplace.logs())  # pytest shows it where the test failed
-        stack.stop()
-        subprocess.run(["umount", "--lazy", str(stack.home)], check=True)
+    with small_disk(stack.home, "256m"):
+        try:
+            stack.ensure_up()
+            stack.clone()
+            push(stack)
+            checks.settle(stack)
+            yield stack
+        finally:
+            print(stack.workplace.logs())  # pytest shows it where the test failed
+            stack.stop()
 
 
 def push(stack: StackUnderFire) -> bool:
@@ -110,9 +103,9 @@ def test_a_full_disk_keeps_the_old_release_and_what_was_pushed(stack: StackUnder
 
 def test_a_folder_that_became_read_only_keeps_the_old_release(stack: StackUnderFire) -> None:
     before = answers(stack)
-    mount("--bind", str(stack.home), str(stack.home))
+    mount_or_skip("--bind", str(stack.home), str(stack.home))
     try:
-        mount("-o", "remount,bind,ro", str(stack.home))
+        mount_or_skip("-o", "remount,bind,ro", str(stack.home))
         read_only_since = time.monotonic()
         assert not push(stack)
         # Longer than a service may be silent.
@@ -123,7 +116,7 @@ def test_a_folder_that_became_read_only_keeps_the_old_release(stack: StackUnderF
         assert {each["state"] for each in services} == {"up"}, services
         assert {each["restarts"] for each in services} == {0}, services
     finally:
-        subprocess.run(["umount", "--lazy", str(stack.home)], check=True)
+        unmount(stack.home)
     assert stack.answered(stack.push(), len(stack.shas))
     checks.settle(stack)
     checks.check(stack)
@@ -133,11 +126,9 @@ def test_a_folder_that_became_read_only_keeps_the_old_release(stack: StackUnderF
 def test_up_in_a_read_only_folder_says_so(tmp_path: Path) -> None:
     workplace = workplace_in(tmp_path)
     configure(workplace)
-    workplace.home.mkdir()
-    mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(workplace.home))
-    try:
+    with small_disk(workplace.home, "1m"):
         workplace.run("env")  # makes the tokens
-        mount("-o", "remount,ro", str(workplace.home))
+        mount_or_skip("-o", "remount,ro", str(workplace.home))
         assert workplace.run("jobs", "ls") == "No job yet.\n", "who only reads needs no more"
         for command in (["up"], ["up", "--detach"]):
             done = subprocess.run(
@@ -152,5 +143,3 @@ def test_up_in_a_read_only_folder_says_so(tmp_path: Path) -> None:
             assert "Traceback" not in done.stderr
             assert str(workplace.home) in done.stderr, done.stderr
             assert "read-only" in done.stderr.lower(), done.stderr
-    finally:
-        subprocess.run(["umount", "--lazy", str(workplace.home)], check=True)

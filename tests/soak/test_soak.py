@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from jobs.process import IS_LINUX
+from tests.disk_fixtures import unmount
 from tests.soak.__main__ import soak
-from tests.soak.disk import unmount
 from tests.soak.faults import DAMAGES, STALLED
 from tests.soak.rounds import FULL_DISK, SMALL, Plan
 from tests.soak.stack import STOPPED, VICTIMS
