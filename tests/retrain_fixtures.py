@@ -18,9 +18,14 @@ import pytest
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain.base_model import PRESETS, find_base
-from pipeline.retrain.job import write_record
+from pipeline.retrain.job import (
+    DatasetSnapshot,
+    Parent,
+    damaged_releases,
+    find_parent,
+    write_record,
+)
 from pipeline.retrain.rows import Row
-from pipeline.retrain.snapshot import DatasetSnapshot, Parent, damaged_releases, find_parent
 from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 from serving.weights.release_store import clear_pending, set_current

@@ -26,9 +26,9 @@ from pipeline.retrain.base_model import (
 from pipeline.retrain.data import DataReport, divide, report_on
 from pipeline.retrain.dataset import check_not_empty, read_dataset, shown, why_no_data
 from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
+from pipeline.retrain.job import find_parent
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
-from pipeline.retrain.snapshot import find_parent
 from pipeline.retrain.sources import DatasetHub, GitDataset, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens

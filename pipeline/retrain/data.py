@@ -17,6 +17,7 @@ from pipeline.errors import PipelineError
 from pipeline.retrain.base_model import files_digest
 from pipeline.retrain.dataset import Dataset, Split, check_not_empty, read_dataset, shortened
 from pipeline.retrain.errors import DataError
+from pipeline.retrain.job import DatasetSnapshot, Parent
 from pipeline.retrain.rows import (
     Difference,
     Row,
@@ -27,7 +28,6 @@ from pipeline.retrain.rows import (
     split,
 )
 from pipeline.retrain.settings import DataSettings, RetrainSettings
-from pipeline.retrain.snapshot import DatasetSnapshot, Parent
 from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 

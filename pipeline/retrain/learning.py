@@ -19,7 +19,7 @@ from pipeline.retrain.checkpoint import Checkpoint, is_finished, run_group, worl
 from pipeline.retrain.data import TrainingData, too_long
 from pipeline.retrain.evaluate import FULL_ROUND, Evaluation, compare
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
-from pipeline.retrain.job import BASE, RetrainJob, read_record, write_record
+from pipeline.retrain.job import BASE, Parent, RetrainJob, read_record, write_record
 from pipeline.retrain.loss import AnchorTarget
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.measure import MeasuredRows, measure
@@ -27,7 +27,6 @@ from pipeline.retrain.model import load_model, load_tokenizer, usual_rank
 from pipeline.retrain.plan import TrainingPlan, make_plan
 from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
-from pipeline.retrain.snapshot import Parent
 from pipeline.retrain.tokens import answer_ends, row_lengths, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk

@@ -38,16 +38,14 @@ from pipeline.retrain.job import (
     EVALUATION,
     RELEASE,
     SNAPSHOT,
-    RetrainJob,
-    read_record,
-    write_record,
-)
-from pipeline.retrain.snapshot import (
     DatasetSnapshot,
     Parent,
+    RetrainJob,
     damaged_releases,
     find_parent,
+    read_record,
     take_snapshot,
+    write_record,
 )
 from serving.errors import NotEnoughSpace, ServingError, Superseded, SwapAnswerError
 from serving.swap_schemas import SwapResult, request_swap
