@@ -223,8 +223,8 @@ def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_le
     rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
     num_tokens, cut = row_lengths(rows, tokenizer, max_length)
     logger.info("%s rows have %s tokens", what, f"{num_tokens:,}")
-    if cut:
-        logger.info(too_long([row.place for row in cut], max_length))
+    if line := too_long(cut, max_length):
+        logger.info(line)
 
 
 def _train(

@@ -208,7 +208,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
 def _data(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -> TrainingData:
     with job.stage("data"):
         data = compare_revisions(snapshot, parent, job.settings)
-        for line in report_on(data.dataset, data.rows, data.held_out).lines():
+        for line in report_on(data.dataset, data.rows, data.held_out):
             logger.info("%s", line)
         logger.info("a %s training: %s", data.mode, data.reason)
     return data
