@@ -31,6 +31,10 @@ from serving.weights.atomic_file import REPLACING, atomic_file
 
 logger = logging.getLogger(__name__)
 
+FULL_ROUND = 3
+"""The number of the last round of a delta (a training of the served weights on the changed rows).
+If the gate refuses the delta's weights, this round is a full training, from the base model."""
+
 
 class Checkpoint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

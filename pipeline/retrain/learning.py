@@ -4,6 +4,8 @@ measures the new weights on the same rows, and publishes them as a release."""
 import logging
 import os
 import pickle
+import random
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,27 +15,31 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.retrain.anchors import ANSWERS_DIR, base_answers, load_anchors
+from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
 from pipeline.retrain.base_model import PRESETS, Base, find_base
-from pipeline.retrain.checkpoint import Checkpoint, is_finished, run_group, world_size
+from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint, is_finished, run_group, world_size
 from pipeline.retrain.data import TrainingData, too_long
-from pipeline.retrain.evaluate import FULL_ROUND, Evaluation, compare
+from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurement, compare
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
 from pipeline.retrain.job import BASE, Parent, RetrainJob, read_record, write_record
-from pipeline.retrain.loss import AnchorTarget
+from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
 from pipeline.retrain.lowrank import low_rank
-from pipeline.retrain.measure import MeasuredRows, measure
-from pipeline.retrain.model import load_model, load_tokenizer, usual_rank
+from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
 from pipeline.retrain.plan import TrainingPlan, make_plan
 from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
-from pipeline.retrain.tokens import answer_ends, row_lengths, sequences
+from pipeline.retrain.settings import GateSettings
+from pipeline.retrain.tokens import answer_ends, leave_out, row_lengths, sequences
 from pipeline.retrain.train import train
 from pipeline.retrain.trunk import frozen_trunk
 from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
 
 logger = logging.getLogger(__name__)
+
+MAX_SKIPPED = 20
+"""While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
+than have this many times the tokens of the sample."""
 
 
 class Learning:
@@ -70,17 +76,15 @@ class Learning:
         golden: tuple[Row, ...] = ()
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
-        self._rows = MeasuredRows.choose(
-            data, golden, loaded.tokenizer, loaded.max_length, settings.gate
-        )
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
+        self._rows = choose_rows(data, golden, tokenizer, max_length, settings.gate)
         is_from_base = parent is not None and data.mode == "full"
         if is_from_base:
             # The base model may be a new one, with another chat template than the served weights.
             # If it refuses a row, find out now and not after the training.
             tokenizer, max_length = load_tokenizer(self.base.folder, settings)
-            asked = (*self._rows.held_out_new, *self._rows.held_out_known, *golden)
-            sequences(asked, tokenizer, max_length)
+            for group in ("held_out_new", "held_out_known", "golden"):
+                sequences(self._rows.groups[group], tokenizer, max_length)
         _tell_lengths(data, tokenizer, max_length)
         self._before = measure(
             loaded, self._rows, skip_refused=is_from_base, tell=job.record_measured
@@ -134,7 +138,7 @@ class Learning:
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
-    def evaluate(self, checkpoint: Checkpoint, refusals: tuple[str, ...]) -> Evaluation:
+    def evaluate(self, checkpoint: Checkpoint) -> Evaluation:
         after = measure(
             self.loaded, self._rows, self._measured_anchors, tell=self.job.record_measured
         )
@@ -147,7 +151,6 @@ class Learning:
             checkpoint,
             against=self.parent.id if self.parent is not None else self.job.settings.base_model,
             tokens_before=self._tokens_before() if self.data.mode == "delta" else 0,
-            data_refusals=refusals,
         )
 
     def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
@@ -180,7 +183,7 @@ class Learning:
         return export(loaded, job.pipeline_dir, self._ends, **manifest)
 
     def _plan(self, round_number: int) -> TrainingPlan:
-        known = self._rows.known
+        known = self._rows.groups["known"]
         return make_plan(
             self.data,
             self.loaded.tokenizer,
@@ -189,7 +192,7 @@ class Learning:
             anchors=self._anchors,
             said=[
                 known[loss.row]
-                for loss in self._before.known
+                for loss in self._before.losses["known"]
                 if loss.is_learned and known[loss.row].is_counted
             ],
             tokens_before=self._tokens_before(),
@@ -278,3 +281,119 @@ def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
     )
     write_record(path, base)
     return base
+
+
+def measure(
+    loaded: LoadedModel,
+    rows: MeasuredRows,
+    anchors: Sequence[AnchorTarget] = (),
+    *,
+    skip_refused: bool = False,
+    tell: Callable[[int, int], None],
+) -> Measurement:
+    """Measure the weights on `rows`, and on the base model's own answers to `anchors` if there are
+    any.
+
+    skip_refused: leave out the rows that the chat template of the weights refuses, instead of
+    raising DataError or BaseModelError. Deleted rows that it refuses are always left out, because
+    nobody can correct them any more. tell: called after each batch, with the number of rows that
+    are measured, and the number of all rows to measure. A piece of a long row counts as a row, and
+    so does an answer of the base model.
+    """
+    found = {}
+    for name in GROUPS:
+        skips = {"on_refused": leave_out} if skip_refused or name == "deleted" else {}
+        found[name] = sequences(rows.groups[name], loaded.tokenizer, loaded.max_length, **skips)
+    expected = sum(map(len, found.values())) + len(anchors)
+    measured = 0
+
+    def on_batch(count: int) -> None:
+        nonlocal measured
+        measured += count
+        tell(measured, expected)
+
+    def losses(name: str) -> list[RowLoss]:
+        if found[name]:
+            logger.info("measuring %s %s", f"{len(rows.groups[name]):,}", GROUPS[name])
+        return row_losses(loaded.model, found[name], on_batch)
+
+    if anchors:
+        logger.info("measuring %d answers of the base model", len(anchors))
+    return Measurement(
+        base_agreement=agreement(loaded.model, anchors, on_batch) if anchors else None,
+        losses={name: losses(name) for name in GROUPS},
+    )
+
+
+def choose_rows(
+    data: TrainingData,
+    golden: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    gate: GateSettings,
+) -> MeasuredRows:
+    """Choose the rows to measure. max_length: the largest number of tokens of a sequence. Longer
+    answers are cut."""
+
+    def sample(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+        return _sample(rows, tokenizer, max_length, gate.max_tokens)
+
+    new, known = (
+        [row for row in rows if row.digest not in data.contradicting]
+        for rows in (data.new, data.known)
+    )
+    changed, unmeasured = sample(new)
+    return MeasuredRows(
+        groups={
+            "changed": changed,
+            "known": sample(known)[0],
+            "deleted": sample([row for row in data.deleted if row.is_counted])[0],
+            "held_out_new": sample(data.held_out_new)[0],
+            "held_out_known": sample(data.held_out_known)[0],
+            "golden": tuple(golden),
+        },
+        unmeasured=tuple(row for row in unmeasured if row.is_counted),
+    )
+
+
+def _sample(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. Also
+    returns the other rows. Both keep the order of `rows`.
+
+    A row with more than half of `max_tokens` is chosen only if there is room after all others.
+    Otherwise, it alone would make the sample so small that it proves nothing."""
+    order = random.Random(len(rows)).sample(range(len(rows)), len(rows))
+    chosen: set[int] = set()
+    long: dict[int, int] = {}
+    left = max_tokens
+    for index in order:
+        size = _num_measured(rows[index], tokenizer, max_length)
+        if size > max_tokens / 2 and sum(long.values()) < MAX_SKIPPED * max_tokens:
+            long[index] = size
+            continue
+        if size > left:
+            break
+        left -= size
+        chosen.add(index)
+    else:
+        for index, size in long.items():
+            if size <= left:
+                left -= size
+                chosen.add(index)
+    chosen = chosen or set(order[:1])
+    return (
+        tuple(row for index, row in enumerate(rows) if index in chosen),
+        tuple(row for index, row in enumerate(rows) if index not in chosen),
+    )
+
+
+def _num_measured(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
+    """About how many tokens a measurement of `row` computes. A text is measured whole. A longer
+    conversation has a sequence for each answer."""
+    text = row.text or f"{row.prompt}{row.completion}"
+    if row.messages is not None:
+        text = "".join(str(message) for message in row.messages)
+    size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return min(size, max_length * len(row.turns)) if row.is_counted else size

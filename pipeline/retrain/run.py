@@ -242,7 +242,7 @@ def _learn(
             logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
         with job.stage("evaluate"):
             if evaluation is None or evaluation.round != round_number:
-                evaluation = learning.evaluate(checkpoint, refusals)
+                evaluation = learning.evaluate(checkpoint)
                 write_record(path, evaluation)
             job.record_progress(counts=evaluation.counts)
             logger.info("%s", evaluation.counts)

@@ -27,9 +27,8 @@ from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
-from pipeline.retrain.checkpoint import Checkpoint, add_up, from_first, rank, world_size
+from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint, add_up, from_first, rank, world_size
 from pipeline.retrain.errors import TrainError
-from pipeline.retrain.evaluate import FULL_ROUND
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
 from pipeline.retrain.loss import is_said, losses, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.packing import pack
