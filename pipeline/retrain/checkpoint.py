@@ -11,7 +11,7 @@ step. The gradients of all processes are added up. A process that trains alone i
 import contextlib
 import logging
 import os
-import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,13 @@ def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
 
 
 def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
-    """Write the state file, then the record that names it. Then remove the older state file.
+    """Write the state file, then the record that names it. Then remove the older state file. In a
+    group, only the first process does this.
 
     Raises TrainError if one of the files cannot be written. The last checkpoint then stays valid.
     """
+    if rank() > 0:
+        return
     path = job_dir / checkpoint.file
     path.parent.mkdir(exist_ok=True)
     # If the job was killed while it saved, an incomplete file is left, which may be as large as the
@@ -169,13 +172,15 @@ def from_first(value: float, device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """Join the group that torchrun's environment describes."""
+def process_group(number: int, count: int, place: str) -> Iterator[None]:
+    """Join the group of `count` processes as the one with this number. They meet at the URL
+    `place`."""
     # Import torch._dynamo before init_process_group. Otherwise a model imports it later, and the
     # interpreter sometimes crashes at exit.
     import torch._dynamo
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, place, rank=number, world_size=count)
     try:
         yield
     finally:
@@ -189,39 +194,27 @@ def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
     process that failed. If it was killed or failed otherwise, raises TemporaryError: the next
     attempt of the job continues from the last checkpoint.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.multiprocessing import ProcessException, spawn
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    # The launcher sets handlers of its own.
-    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {kind: signal.getsignal(kind) for kind in kinds}
-    try:
-        elastic_launch(config, _member)(os.getpid(), work, given)
-    except ChildFailedError as error:
-        said = error.get_first_failure()[1].message
-        reason = said["message"] if isinstance(said, dict) else said
-        if reason.startswith("TrainError: "):
-            raise TrainError(reason.removeprefix("TrainError: ")) from error
-        raise TemporaryError(
-            f"one of {count} training processes ended too early ({reason}); see the job's log"
-        ) from error
-    finally:
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn(_member, (count, f"file://{folder}/group", os.getpid(), work, given), count)
+        except ProcessException as error:
+            *_, reason = str(error).partition("TrainError: ")
+            if reason:
+                raise TrainError(reason.strip()) from error
+            last = str(error).strip().splitlines()[-1]
+            raise TemporaryError(
+                f"one of {count} training processes ended too early ({last}); see the job's log"
+            ) from error
 
 
-def _member(job: int, work: Callable[[bytes], None], given: bytes) -> None:
+def _member(
+    number: int, count: int, place: str, job: int, work: Callable[[bytes], None], given: bytes
+) -> None:
     """job: the pid of the process that started the group. If it ends, this process ends too."""
     die_with_parent(job)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with process_group():
+        torch.cuda.set_device(number)
+    with process_group(number, count, place):
         work(given)

@@ -4,7 +4,6 @@ measures the new weights on the same rows, and publishes them as a release."""
 import logging
 import os
 import pickle
-import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,15 +16,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
 from pipeline.retrain.base_model import PRESETS, Base, find_base
-from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint, is_finished, run_group, world_size
+from pipeline.retrain.checkpoint import (
+    FULL_ROUND,
+    Checkpoint,
+    is_finished,
+    rank,
+    run_group,
+    world_size,
+)
 from pipeline.retrain.data import TrainingData, too_long
 from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurement, compare
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
-from pipeline.retrain.job import BASE, Parent, RetrainJob, read_record, write_record
+from pipeline.retrain.job import BASE, MetricsWriter, Parent, RetrainJob, read_record, write_record
 from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
-from pipeline.retrain.plan import TrainingPlan, make_plan
+from pipeline.retrain.plan import TrainingPlan, make_plan, sample
 from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
@@ -36,10 +42,6 @@ from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
 
 logger = logging.getLogger(__name__)
-
-MAX_SKIPPED = 20
-"""While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
-than have this many times the tokens of the sample."""
 
 
 class Learning:
@@ -246,7 +248,7 @@ def _train(
             settings.train,
             job_dir=job.dir,
             round_number=round_number,
-            metrics=job.metrics,
+            metrics=job.metrics if rank() == 0 else MetricsWriter(Path(os.devnull)),
         )
 
 
@@ -335,57 +337,28 @@ def choose_rows(
     """Choose the rows to measure. max_length: the largest number of tokens of a sequence. Longer
     answers are cut."""
 
-    def sample(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-        return _sample(rows, tokenizer, max_length, gate.max_tokens)
+    def some(rows: Sequence[Row]) -> tuple[Row, ...]:
+        def size_of(index: int) -> int:
+            return _num_measured(rows[index], tokenizer, max_length)
+
+        return tuple(rows[index] for index in sample(len(rows), size_of, gate.max_tokens))
 
     new, known = (
         [row for row in rows if row.digest not in data.contradicting]
         for rows in (data.new, data.known)
     )
-    changed, unmeasured = sample(new)
+    changed = some(new)
+    measured = set(changed)
     return MeasuredRows(
         groups={
             "changed": changed,
-            "known": sample(known)[0],
-            "deleted": sample([row for row in data.deleted if row.is_counted])[0],
-            "held_out_new": sample(data.held_out_new)[0],
-            "held_out_known": sample(data.held_out_known)[0],
+            "known": some(known),
+            "deleted": some([row for row in data.deleted if row.is_counted]),
+            "held_out_new": some(data.held_out_new),
+            "held_out_known": some(data.held_out_known),
             "golden": tuple(golden),
         },
-        unmeasured=tuple(row for row in unmeasured if row.is_counted),
-    )
-
-
-def _sample(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_length: int, max_tokens: int
-) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. Also
-    returns the other rows. Both keep the order of `rows`.
-
-    A row with more than half of `max_tokens` is chosen only if there is room after all others.
-    Otherwise, it alone would make the sample so small that it proves nothing."""
-    order = random.Random(len(rows)).sample(range(len(rows)), len(rows))
-    chosen: set[int] = set()
-    long: dict[int, int] = {}
-    left = max_tokens
-    for index in order:
-        size = _num_measured(rows[index], tokenizer, max_length)
-        if size > max_tokens / 2 and sum(long.values()) < MAX_SKIPPED * max_tokens:
-            long[index] = size
-            continue
-        if size > left:
-            break
-        left -= size
-        chosen.add(index)
-    else:
-        for index, size in long.items():
-            if size <= left:
-                left -= size
-                chosen.add(index)
-    chosen = chosen or set(order[:1])
-    return (
-        tuple(row for index, row in enumerate(rows) if index in chosen),
-        tuple(row for index, row in enumerate(rows) if index not in chosen),
+        unmeasured=tuple(row for row in new if row.is_counted and row not in measured),
     )
 
 

@@ -7,7 +7,7 @@ release (usually the served one) on the changed rows.
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,6 +29,9 @@ LORA_LEARNING_RATE = 2e-3
 CATCH_UP = 4
 """The served release may have been trained on more than `max_tokens` tokens. A full training may
 then use as many, but at most this many times `max_tokens`."""
+MAX_SKIPPED = 20
+"""While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
+than have this many times the tokens of the sample."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 DELTA_ANCHORS = 2
@@ -325,13 +328,34 @@ def _judging(
 def _first_tokens(
     found: Sequence[TokenSequence], indices: Sequence[int], max_tokens: int
 ) -> list[int]:
-    """A sample of `indices` whose sequences have at most `max_tokens` tokens together. It has at
-    least one index. The choice is the same in each run."""
+    """A sample of `indices` whose sequences have at most `max_tokens` tokens together."""
+    chosen = sample(len(indices), lambda place: len(found[indices[place]].token_ids), max_tokens)
+    return [indices[place] for place in chosen]
+
+
+def sample(count: int, size_of: Callable[[int], int], max_tokens: int) -> list[int]:
+    """A random sample of the numbers below `count` with at most `max_tokens` tokens together, but
+    with at least one number. It is sorted, and the same in each run.
+
+    A number with more than half of `max_tokens` is chosen only if there is room after all others.
+    Otherwise, it alone would make the sample so small that it proves nothing. size_of: the tokens
+    of a number."""
+    order = random.Random(count).sample(range(count), count)
     chosen: list[int] = []
+    long: dict[int, int] = {}
     left = max_tokens
-    for index in random.Random(len(indices)).sample(list(indices), len(indices)):
-        if chosen and left < len(found[index].token_ids):
+    for index in order:
+        size = size_of(index)
+        if size > max_tokens / 2 and sum(long.values()) < MAX_SKIPPED * max_tokens:
+            long[index] = size
+            continue
+        if size > left:
             break
+        left -= size
         chosen.append(index)
-        left -= len(found[index].token_ids)
-    return sorted(chosen)
+    else:
+        for index, size in long.items():
+            if size <= left:
+                left -= size
+                chosen.append(index)
+    return sorted(chosen or order[:1])

@@ -138,7 +138,6 @@ def train(
             torch.set_rng_state(state["rng"])
 
     saved_at = time.monotonic()
-    is_first = rank() == 0
     model.train()
     for chosen in _steps(plan, progress, settings.seed):
         started = time.monotonic()
@@ -154,17 +153,16 @@ def train(
         progress.place += 1
         progress.tokens += tokens
         _cool_down_in_time(plan, progress)
-        if is_first:
-            metrics.write(
-                "train",
-                "step",
-                step=progress.step,
-                steps=progress.step + plan.steps_left(progress.tokens),
-                loss=loss,
-                learning_rate=rate,
-                tokens=progress.tokens,
-                tokens_per_second=tokens / (time.monotonic() - started),
-            )
+        metrics.write(
+            "train",
+            "step",
+            step=progress.step,
+            steps=progress.step + plan.steps_left(progress.tokens),
+            loss=loss,
+            learning_rate=rate,
+            tokens=progress.tokens,
+            tokens_per_second=tokens / (time.monotonic() - started),
+        )
         if _is_due(plan, progress) or _is_cooled_down(progress):
             progress.evaluated_at = progress.tokens
             missed, wrong = _measure(model, plan, metrics, progress)
@@ -176,7 +174,7 @@ def train(
                 break
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
-        if is_first and time.monotonic() - saved_at >= settings.checkpoint_seconds:
+        if time.monotonic() - saved_at >= settings.checkpoint_seconds:
             done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", round_number)
             state = {
                 "weights": checkpoints.weights_of(model),
@@ -198,8 +196,7 @@ def train(
         metrics.write("train", "average", share=share, loss=loss)
     done = _checkpoint(plan, progress, "best.pt", round_number)
     done = done.model_copy(update={"finished": True})
-    if is_first:
-        checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
+    checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
     return done
 
 
@@ -227,7 +224,7 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
             _end_pass(progress)
             awaited = (*plan.counted, *progress.lost, *plan.unlearned)
             num_wrong = sum(not progress.streak[index] for index in awaited)
-            if rank() == 0 and plan.ends_when_right:
+            if plan.ends_when_right:
                 right = len(awaited) - num_wrong
                 logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
             is_open = plan.ends_when_right and progress.cool_down_from is None
@@ -442,15 +439,14 @@ def _measure(
     wrong = [loss.row for loss in losses if not loss.is_learned]
     unlearned = row_losses(model, [plan.numbered(index) for index in plan.unlearned])
     missed = len(wrong) + sum(loss.is_learned for loss in unlearned)
-    if rank() == 0:
-        metrics.write(
-            "train",
-            "evaluation",
-            step=progress.step,
-            loss=mean_loss(losses) if losses else None,
-            right=len(checked) + len(unlearned) - missed,
-            rows=len(checked) + len(unlearned),
-        )
+    metrics.write(
+        "train",
+        "evaluation",
+        step=progress.step,
+        loss=mean_loss(losses) if losses else None,
+        right=len(checked) + len(unlearned) - missed,
+        rows=len(checked) + len(unlearned),
+    )
     return float(missed), wrong
 
 
@@ -481,4 +477,4 @@ def _checkpoint(
 def _is_better(missed: float, best: float | None) -> bool:
     """Whether a measurement is better than the best one so far. Any result is better than none, or
     than a best one that is not a finite number."""
-    return best is None or not math.isfinite(best) or (math.isfinite(missed) and missed < best)
+    return best is None or not math.isfinite(best) or missed < best
