@@ -29,7 +29,7 @@ from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurem
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
 from pipeline.retrain.job import BASE, MetricsWriter, Parent, RetrainJob, read_record, write_record
 from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
-from pipeline.retrain.lowrank import low_rank
+from pipeline.retrain.lowrank import frozen_trunk, low_rank
 from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
 from pipeline.retrain.plan import TrainingPlan, make_plan, sample
 from pipeline.retrain.reading import load_golden_questions
@@ -37,7 +37,6 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 from pipeline.retrain.tokens import answer_ends, leave_out, row_lengths, sequences
 from pipeline.retrain.train import train
-from pipeline.retrain.trunk import frozen_trunk
 from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
 

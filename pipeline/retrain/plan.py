@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.retrain.base_model import PRESETS
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.errors import DataError
+from pipeline.retrain.layout import block_length
 from pipeline.retrain.loss import AnchorTarget, mean_loss, row_losses
 from pipeline.retrain.model import usual_rank
-from pipeline.retrain.packing import block_length
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
 from pipeline.retrain.tokens import TokenSequence, sequences

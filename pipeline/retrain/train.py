@@ -30,8 +30,8 @@ from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint, add_up, from_first, rank, world_size
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
+from pipeline.retrain.layout import pack
 from pipeline.retrain.loss import is_said, losses, mean_loss, predict, row_losses, training_autocast
-from pipeline.retrain.packing import pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.settings import TrainSettings
 

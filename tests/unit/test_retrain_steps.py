@@ -17,8 +17,8 @@ from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import Metric, MetricsWriter, read_metrics
+from pipeline.retrain.layout import ROUNDED_TO, pack, packed
 from pipeline.retrain.loss import autocast, row_losses
-from pipeline.retrain.packing import ROUNDED_TO, pack, packed
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import TrainSettings

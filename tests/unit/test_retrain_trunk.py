@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipeline.retrain.loss import AnchorTarget, row_losses
+from pipeline.retrain.lowrank import decoder_layers, frozen_trunk
 from pipeline.retrain.tokens import TokenSequence
-from pipeline.retrain.trunk import decoder_layers, frozen_trunk
 from tests.training_fixtures import one_thread, plan_of
 from tests.unit.test_retrain_architectures import (
     PACKED,
@@ -79,7 +79,7 @@ def test_every_model_is_cut_or_stays_whole(name: str, tmp_path: Path) -> None:
 def test_a_table_that_would_be_too_large_is_not_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.retrain.trunk.MAX_TABLE_BYTES", 1_000)
+    monkeypatch.setattr("pipeline.retrain.lowrank.MAX_TABLE_BYTES", 1_000)
     plan = plan_of(rows(), counted=True)
     with frozen_trunk(network("LlamaConfig"), plan, tmp_path) as same:
         assert same is plan
