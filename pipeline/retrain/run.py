@@ -87,13 +87,9 @@ def main(
             said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             reason = f"{said} (unexpected; the job's log has the traceback)"
         failed = JobOutcome(result="failed", exit_code=1, job_id=environ.get("JOB_ID"))
-        outcome = (failed if job is None else job.outcome("failed")).model_copy(
-            update={
-                "reason": reason,
-                "may_pass": isinstance(error, TemporaryError | NotEnoughSpace)
-                or is_temporary(error),
-            }
-        )
+        outcome = failed if job is None else job.outcome("failed")
+        may_pass = isinstance(error, TemporaryError | NotEnoughSpace) or is_temporary(error)
+        outcome = outcome.model_copy(update={"reason": reason, "may_pass": may_pass})
     logger.info("%s %s", outcome.result, outcome.reason or "")
     if "JOB_DIR" in environ:
         try:

@@ -163,7 +163,7 @@ def train(
             tokens=progress.tokens,
             tokens_per_second=tokens / (time.monotonic() - started),
         )
-        if _is_due(plan, progress) or _is_cooled_down(progress):
+        if _is_due(plan, progress):
             progress.evaluated_at = progress.tokens
             missed, wrong = _measure(model, plan, metrics, progress)
             progress.stale += 1
@@ -318,16 +318,14 @@ def _cool_down_steps(progress: TrainingState) -> int:
 
 
 def _is_due(plan: TrainingPlan, progress: TrainingState) -> bool:
-    """Whether to measure the held-out loss of plain text now. Never before each row was visited,
-    because training may end at a measurement."""
+    """Whether to measure now: rows with an answer when the learning rate is low, and the held-out
+    loss of plain text from time to time, but never before each row was visited, because training
+    may end at a measurement."""
+    if progress.cool_down_from is not None:
+        return progress.step - progress.cool_down_from >= _cool_down_steps(progress)
     interval = max(1, plan.max_tokens // EVALUATIONS)
     is_due = bool(plan.judged) and progress.tokens - progress.evaluated_at >= interval
     return is_due and all(progress.due[index] for index in plan.learned)
-
-
-def _is_cooled_down(progress: TrainingState) -> bool:
-    started = progress.cool_down_from
-    return started is not None and progress.step - started >= _cool_down_steps(progress)
 
 
 def _optimizer(model: PreTrainedModel, settings: TrainSettings) -> torch.optim.AdamW:
