@@ -191,6 +191,8 @@ class RetrainJob:
         try:
             spec = JobSpec.model_validate_json((folder / SPEC).read_bytes())
             settings = RetrainSettings.model_validate(spec.settings)
+        except FileNotFoundError as error:
+            raise RetrainError(f"{error.filename} is missing; submit the job again") from error
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
