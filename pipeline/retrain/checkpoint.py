@@ -120,7 +120,7 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
 def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
     """The last checkpoint of this job and its state. None if there is no readable checkpoint: the
     training then starts again. Raises a temporary error, such as MemoryError."""
-    checkpoint = read_record(job_dir / CHECKPOINT, Checkpoint)
+    checkpoint = last(job_dir)
     if checkpoint is None or not (job_dir / checkpoint.file).is_file():
         return None
     path = job_dir / checkpoint.file
@@ -134,9 +134,14 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
     return checkpoint, state
 
 
+def last(job_dir: Path) -> Checkpoint | None:
+    """The record of the last checkpoint. None if there is none."""
+    return read_record(job_dir / CHECKPOINT, Checkpoint)
+
+
 def is_finished(job_dir: Path, round_number: int) -> bool:
     """Whether the training of this round is over, so that only its weights need be loaded."""
-    checkpoint = read_record(job_dir / CHECKPOINT, Checkpoint)
+    checkpoint = last(job_dir)
     return checkpoint is not None and checkpoint.finished and checkpoint.round == round_number
 
 

@@ -10,6 +10,7 @@ Most stages leave a record in the folder: a JSON file that is written completely
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -266,6 +267,17 @@ class RetrainJob:
 
     def record_progress(self, **facts: Any) -> None:
         self.progress |= facts
+
+    def remove_records(self) -> None:
+        """Remove the records of the job, so that it starts again.
+
+        The snapshot is removed last. If the job is killed before that, the restarted job finds
+        again that another release is chosen. A release that this job has published stays on disk,
+        but this job does not ask the server to serve it.
+        """
+        shutil.rmtree(self.dir / CHECKPOINTS_DIR, ignore_errors=True)
+        for record in (CHECKPOINT, BASE, EVALUATION, RELEASE, SNAPSHOT):
+            (self.dir / record).unlink(missing_ok=True)
 
     def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:
         return JobOutcome(

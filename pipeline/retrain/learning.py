@@ -14,16 +14,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
 from pipeline.retrain.base_model import PRESETS, Base, find_base
-from pipeline.retrain.checkpoint import (
-    FULL_ROUND,
-    Checkpoint,
-    is_finished,
-    rank,
-    run_group,
-    world_size,
-)
+from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
 from pipeline.retrain.data import TrainingData, too_long
 from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurement, compare
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
@@ -92,15 +86,13 @@ class Learning:
         )
         """The measurement of the served weights."""
 
-    def first_round(self, evaluation: Evaluation | None) -> int:
-        """The number of the round with which the job begins. `evaluation` is the last one that
-        the job wrote before it was restarted. If no round follows it, the job begins with the
-        round of `evaluation`: `train` then only loads its weights."""
+    def first_round(self) -> int:
+        """The number of the round with which the job begins: that of its last checkpoint. If that
+        one is finished, `train` only loads its weights."""
         if self.job.trained is not None:
             return FULL_ROUND
-        if evaluation is None:
-            return 1
-        return self.round_after(evaluation) or evaluation.round
+        checkpoint = checkpoints.last(self.job.dir)
+        return checkpoint.round if checkpoint is not None else 1
 
     def round_after(self, evaluation: Evaluation) -> int | None:
         """The number of the round that follows `evaluation`. None if there is no further one."""
@@ -128,11 +120,11 @@ class Learning:
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
         )
         count = self.job.settings.train.num_processes
-        if not is_finished(self.job.dir, round_number):
+        if not checkpoints.is_finished(self.job.dir, round_number):
             self._tell(plan, round_number)
             if count > 1:
                 given = self.job, self.loaded.folder, plan, round_number
-                run_group(count, _train_in_group, pickle.dumps(given))
+                checkpoints.run_group(count, _train_in_group, pickle.dumps(given))
         # If several processes have trained, this only loads their finished checkpoint.
         self._is_fresh = False
         checkpoint = _train(self.job, self.loaded.model, plan, round_number)
@@ -247,7 +239,7 @@ def _train(
             settings.train,
             job_dir=job.dir,
             round_number=round_number,
-            metrics=job.metrics if rank() == 0 else MetricsWriter(Path(os.devnull)),
+            metrics=job.metrics if checkpoints.rank() == 0 else MetricsWriter(Path(os.devnull)),
         )
 
 
@@ -256,7 +248,8 @@ def _train_in_group(given: bytes) -> None:
     job's folder."""
     job, folder, plan, round_number = pickle.loads(given)
     logging.basicConfig(level=logging.WARNING)
-    torch.set_num_threads(max(1, (job.num_threads or os.cpu_count() or 1) // world_size()))
+    threads = job.num_threads or os.cpu_count() or 1
+    torch.set_num_threads(max(1, threads // checkpoints.world_size()))
     _train(job, load_model(folder, job.settings).model, plan, round_number)
 
 

@@ -9,7 +9,6 @@ according to the records. Environment variables describe the job: `JOB_DIR` (the
 
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -32,9 +31,6 @@ from pipeline.retrain.errors import (
     TemporaryError,
 )
 from pipeline.retrain.job import (
-    BASE,
-    CHECKPOINT,
-    CHECKPOINTS_DIR,
     EVALUATION,
     RELEASE,
     SNAPSHOT,
@@ -118,7 +114,7 @@ def retrain(job: RetrainJob) -> JobOutcome:
             if job.trained is not None:
                 return job.outcome("superseded", str(moved))
             logger.warning("%s; the job starts again from there", moved)
-            _remove_records(job)
+            job.remove_records()
             job.progress.clear()
 
 
@@ -191,7 +187,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
         snapshot = read_record(job.dir / SNAPSHOT, DatasetSnapshot)
         if snapshot is None or not snapshot.is_whole or snapshot.parent != parent_id:
             # The job is new, or another release was chosen since it was interrupted.
-            _remove_records(job)
+            job.remove_records()
             if damaged:
                 logger.warning("the job goes on from %s", parent_id or "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
@@ -217,7 +213,7 @@ def _learn(
     a person has forced the job. Returns the reasons of the gate if it refuses, and otherwise the
     release."""
     # Import this only here, because a job without anything to learn needs no torch.
-    from pipeline.retrain.evaluate import Evaluation, lost_refusals
+    from pipeline.retrain.evaluate import lost_refusals
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
@@ -226,9 +222,7 @@ def _learn(
             return refusals, None
         learning = Learning(job, data, parent)
 
-    path = job.dir / EVALUATION
-    evaluation = read_record(path, Evaluation)
-    round_number: int | None = learning.first_round(evaluation)
+    round_number: int | None = learning.first_round()
     while round_number is not None:
         with job.stage("train"):
             checkpoint = learning.train(round_number)
@@ -237,9 +231,8 @@ def _learn(
             )
             logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
         with job.stage("evaluate"):
-            if evaluation is None or evaluation.round != round_number:
-                evaluation = learning.evaluate(checkpoint)
-                write_record(path, evaluation)
+            evaluation = learning.evaluate(checkpoint)
+            write_record(job.dir / EVALUATION, evaluation)
             job.record_progress(counts=evaluation.counts)
             logger.info("%s", evaluation.counts)
             if evaluation.not_learned is not None:
@@ -247,7 +240,6 @@ def _learn(
             for refusal in evaluation.refusals:
                 logger.info("refused: %s", refusal)
         round_number = learning.round_after(evaluation)
-    assert evaluation is not None
     if not evaluation.passed and job.settings.force_reason is None:
         return evaluation.refusals, None
 
@@ -269,19 +261,6 @@ def _origin(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -
         job_id=job.id,
         delivery_ids=job.revisions.delivery_ids if job.revisions is not None else (),
     )
-
-
-def _remove_records(job: RetrainJob) -> None:
-    """Remove the records of the job, so that it starts again.
-
-    The snapshot is removed last. If the job is killed before that, the restarted job finds again
-    that another release is chosen. A release that this job has published stays on disk, but this
-    job does not ask the server to serve it.
-    """
-    (job.dir / CHECKPOINT).unlink(missing_ok=True)
-    shutil.rmtree(job.dir / CHECKPOINTS_DIR, ignore_errors=True)
-    for record in (BASE, EVALUATION, RELEASE, SNAPSHOT):
-        (job.dir / record).unlink(missing_ok=True)
 
 
 def _clear_away(job: RetrainJob) -> None:

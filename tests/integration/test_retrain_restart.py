@@ -99,12 +99,10 @@ def test_a_job_that_was_killed_between_rounds_comes_to_the_same_counts(
             raise KeyboardInterrupt
         return trained(learning, round_number)
 
-    def evaluate(
-        learning: Learning, checkpoint: Checkpoint, refusals: tuple[str, ...]
-    ) -> Evaluation:
+    def evaluate(learning: Learning, checkpoint: Checkpoint) -> Evaluation:
         if place == "behind the second round" and checkpoint.round == 2:
             raise KeyboardInterrupt
-        return evaluated(learning, checkpoint, refusals)
+        return evaluated(learning, checkpoint)
 
     def write(metrics: MetricsWriter, stage: Any, event: Any, **values: Any) -> None:
         if place == "in the second round" and values.get("step") == max(steps) - 2:
