@@ -35,17 +35,9 @@ from pipeline.retrain.sources import (
     Revision,
     cached_login,
 )
-from serving.errors import ReleaseError
 from serving.weights.atomic_file import write_atomically
 from serving.weights.release import Lineage
-from serving.weights.release_store import (
-    live_releases,
-    load_release,
-    pending_release,
-    release_number,
-    served_release,
-    stood_in_for,
-)
+from serving.weights.release_store import load_release, read_served, readable_served, release_number
 from serving.weights.verify import verify_release
 
 logger = logging.getLogger(__name__)
@@ -294,10 +286,9 @@ class RetrainJob:
         """The id of the served release, for the outcome. None if it cannot be read, because the
         outcome must be written in any case."""
         try:
-            served = served_release(self.pipeline_dir)
-        except (OSError, ReleaseError):
+            return readable_served(self.pipeline_dir).release
+        except OSError:
             return None
-        return served.name if served is not None else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,10 +311,10 @@ def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
     damaged. Maps each to what is wrong with it. A release that the server has passed over is
     included too, unless somebody asks for it again (it is pending)."""
     damaged = {}
-    refused = stood_in_for(pipeline_dir)
-    if refused is not None and refused != pending_release(pipeline_dir):
-        reasons = verify_release(pipeline_dir / refused)
-        damaged[refused] = reasons or ("the server did not take it",)
+    served = read_served(pipeline_dir)
+    if served.substitute is not None and served.live[-1] != served.pending:
+        reasons = verify_release(pipeline_dir / served.live[-1])
+        damaged[served.live[-1]] = reasons or ("the server did not take it",)
     for release_id in _candidates(pipeline_dir):
         reasons = verify_release(pipeline_dir / release_id)
         if not reasons:
@@ -351,14 +342,10 @@ def find_parent(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Parent
 def _candidates(pipeline_dir: Path) -> list[str]:
     """The releases that may be the parent, in the order in which a server tries them: each one only
     if those before it are damaged."""
-    served = served_release(pipeline_dir)
-    older = [
-        each
-        for each in reversed(live_releases(pipeline_dir))
-        if served is None or release_number(each) < release_number(served.name)
-    ]
-    chosen = (pending_release(pipeline_dir), served.name if served is not None else None)
-    return list(dict.fromkeys(filter(None, (*chosen, *older))))
+    served = read_served(pipeline_dir)
+    number = release_number(served.release) if served.release is not None else 0
+    older = [each for each in reversed(served.live) if release_number(each) < number]
+    return list(dict.fromkeys(filter(None, (served.pending, served.release, *older))))
 
 
 class DatasetSnapshot(BaseModel):
