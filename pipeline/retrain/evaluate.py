@@ -9,6 +9,7 @@ new weights say it, and *kept* if they still say it.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 
 from pydantic import BaseModel, ConfigDict
 
@@ -431,9 +432,26 @@ def loss_refusals(
     groups: by their names. is_removal: whether the new weights are from a full training that leaves
     out deleted rows.
     """
-    ratio = max(settings.max_loss_ratio, REMOVAL_RATIO if is_removal else 0.0)
-    found = (_refusal(name, group, ratio) for name, group in groups.items())
-    return tuple(filter(None, found))
+    max_ratio = max(settings.max_loss_ratio, REMOVAL_RATIO if is_removal else 0.0)
+    found = []
+    for name, rows in groups.items():
+        group = Comparison.of(rows)
+        what = f"the loss on the {group.rows:,} {name}"
+        if group.rows and group.loss is None:
+            found.append(f"{what} is not a number")
+        if group.rows < MIN_ROWS or group.loss is None or group.served_loss is None:
+            continue
+        # Compare the losses row by row, to find out whether they exceed the limit by more than
+        # chance.
+        excess = [new.nats - max_ratio * served.nats for new, served in _pairs(rows)]
+        error = math.sqrt(variance(excess) / len(excess))
+        if group.loss > group.served_loss + TOLERANCE and fmean(excess) > SIGMAS * error:
+            found.append(
+                f"{what} rose from {group.served_loss:.4f} to {group.loss:.4f} nats per token, "
+                f"x{group.loss / group.served_loss:.3f} where `gate.max_loss_ratio` allows "
+                f"x{max_ratio:g}"
+            )
+    return tuple(found)
 
 
 def _is_lost(before: int, after: int, least: float) -> bool:
@@ -441,27 +459,6 @@ def _is_lost(before: int, after: int, least: float) -> bool:
     allowed = (1 - least) * before
     error = math.sqrt(max(allowed, 1.0) * least)
     return before >= MIN_ROWS and before - after - allowed > SIGMAS * error
-
-
-def _refusal(name: str, rows: Sequence[Judged], max_ratio: float) -> str | None:
-    group = Comparison.of(rows)
-    what = f"the {group.rows:,} {name}"
-    if group.rows and group.loss is None:
-        return f"the loss on {what} is not a number"
-    if group.rows < MIN_ROWS or group.loss is None or group.served_loss is None:
-        return None
-    if group.loss <= group.served_loss + TOLERANCE:
-        return None
-    # Compare the losses row by row, to find out whether they exceed the limit by more than chance.
-    excess = [new.nats - max_ratio * served.nats for new, served in _pairs(rows)]
-    mean = sum(excess) / len(excess)
-    variance = sum((each - mean) ** 2 for each in excess) / (len(excess) - 1)
-    if mean <= SIGMAS * math.sqrt(variance / len(excess)):
-        return None
-    return (
-        f"the loss on {what} rose from {group.served_loss:.4f} to {group.loss:.4f} nats per token, "
-        f"x{group.loss / group.served_loss:.3f} where `gate.max_loss_ratio` allows x{max_ratio:g}"
-    )
 
 
 def _changed(counts: Counts) -> str:
