@@ -9,14 +9,12 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.base_model import PRESETS
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.layout import block_length
 from pipeline.retrain.loss import AnchorTarget, mean_loss, row_losses
 from pipeline.retrain.model import usual_rank
 from pipeline.retrain.rows import Row
@@ -86,14 +84,6 @@ class TrainingPlan:
     def is_averaged(self) -> bool:
         return self.min_trained_share < 1 and len(self.averaged) == 2
 
-    @cached_property
-    def block_length(self) -> int:
-        return block_length(self.sequences)
-
-    @cached_property
-    def blocks_per_step(self) -> int:
-        return max(1, round(self.step_tokens / self.block_length))
-
     def num_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.sequences[index].token_ids) for index in indices)
 
@@ -103,9 +93,6 @@ class TrainingPlan:
         size = self.num_tokens(self.learned)
         wanted = max(self.replay_ratio * size, self.step_tokens - size)
         return round(min(wanted, self.num_tokens(self.replayed)))
-
-    def steps_left(self, tokens: int) -> int:
-        return math.ceil(max(0, self.max_tokens - tokens) / self.step_tokens)
 
     def numbered(self, index: int) -> TokenSequence:
         """The sequence with its own index instead of that of its row. So the result of a
@@ -216,9 +203,6 @@ def make_plan(
         places = ", ".join(row.place for row in rows[:5])
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
-    def num_tokens(indices: Sequence[int]) -> int:
-        return sum(len(found[index].token_ids) for index in indices)
-
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     max_tokens *= num_budgets
     learning_rate = train.learning_rate or usual_learning_rate(settings)
@@ -230,11 +214,11 @@ def make_plan(
     judged: list[list[TokenSequence]] = []
     averaged: list[tuple[list[TokenSequence], int]] = []
     if not counted and not unlearned:
-        size = num_tokens(learned)
+        size, known = (
+            sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
+        )
         if is_delta:
-            max_tokens, replay_ratio = _delta_budget(
-                max_tokens, replay_ratio, size, num_tokens(replayed), train
-            )
+            max_tokens, replay_ratio = _delta_budget(max_tokens, replay_ratio, size, known, train)
             min_trained_share = train.delta_min_share
         else:
             max_tokens = min(max_tokens, math.ceil(train.max_epochs * size))

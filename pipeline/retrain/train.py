@@ -30,7 +30,7 @@ from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint, add_up, from_first, rank, world_size
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
-from pipeline.retrain.layout import pack
+from pipeline.retrain.layout import block_length, pack
 from pipeline.retrain.loss import is_said, losses, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.settings import TrainSettings
@@ -152,12 +152,13 @@ def train(
         progress.step += 1
         progress.place += 1
         progress.tokens += tokens
+        left = plan.max_tokens - progress.tokens
         _cool_down_in_time(plan, progress)
         metrics.write(
             "train",
             "step",
             step=progress.step,
-            steps=progress.step + plan.steps_left(progress.tokens),
+            steps=progress.step + math.ceil(max(0, left) / plan.step_tokens),
             loss=loss,
             learning_rate=rate,
             tokens=progress.tokens,
@@ -202,16 +203,14 @@ def train(
 
 def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[list[list[int]]]:
     """The blocks of each step, pass after pass, until the budget is used up."""
+    length = block_length(plan.sequences)
+    size = max(1, round(plan.step_tokens / length))
     while True:
         if not progress.visits:
             progress.visits, progress.place = _visits(plan, progress, seed), 0
         lengths = [len(plan.sequences[index].token_ids) for index in progress.visits]
-        blocks = [
-            [progress.visits[place] for place in block]
-            for block in pack(lengths, plan.block_length)
-        ]
+        blocks = [[progress.visits[place] for place in block] for block in pack(lengths, length)]
         random.Random(f"{seed} {progress.number} blocks").shuffle(blocks)
-        size = plan.blocks_per_step
         for start in range(progress.place * size, len(blocks), size):
             chosen = blocks[start : start + size]
             tokens = sum(len(plan.sequences[index].token_ids) for each in chosen for index in each)
