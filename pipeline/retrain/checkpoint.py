@@ -199,7 +199,7 @@ def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
     process that failed. If it was killed or failed otherwise, raises TemporaryError: the next
     attempt of the job continues from the last checkpoint.
     """
-    from torch.multiprocessing import ProcessException, spawn
+    from torch.multiprocessing.spawn import ProcessException, spawn
 
     with tempfile.TemporaryDirectory() as folder:
         try:
