@@ -56,16 +56,12 @@ class Checkpoint(BaseModel):
     weights."""
     finished: bool = False
 
-    def waiting(self, rows: Sequence[Row]) -> list[Row]:
-        """Which of `rows`, the rows to learn, were not visited, or were wrong in their last visit.
-        If a row has copies, this must be true for all of them."""
-        unvisited, wrong = set(self.not_trained), set(self.not_learned)
-        visited = {row.digest for place, row in enumerate(rows) if place not in unvisited}
-        right = {row.digest for place, row in enumerate(rows) if place not in unvisited | wrong}
-        return [
-            *(rows[place] for place in self.not_trained if rows[place].digest not in visited),
-            *(rows[place] for place in self.not_learned if rows[place].digest not in right),
-        ]
+    def waiting(self, rows: Sequence[Row]) -> set[str]:
+        """The digests of those of `rows`, the rows to learn, that were not visited, or were wrong
+        in their last visit. If a row has copies, this must be true for all of them."""
+        places = {*self.not_trained, *self.not_learned}
+        done = {row.digest for place, row in enumerate(rows) if place not in places}
+        return {rows[place].digest for place in places} - done
 
 
 State = dict[str, Any]

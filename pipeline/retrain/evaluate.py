@@ -200,9 +200,7 @@ def compare(
         for name, of_group in rows.groups.items()
     }
     # Rows that were not visited, or were wrong in their last visit.
-    waiting = {
-        row.digest for row in checkpoint.waiting(data.new if data.mode == "delta" else data.rows)
-    }
+    waiting = checkpoint.waiting(data.new if data.mode == "delta" else data.rows)
     changed = _answers(groups["changed"])
     known = [each for each in _answers(groups["known"]) if each.was_said]
     missed = {each.row.digest for each in changed if not each.is_said}
