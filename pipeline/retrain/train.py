@@ -265,15 +265,10 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     """The sequences that the next pass visits, in random order: those that are due, and a sample of
     the unchanged rows."""
     is_cooling = progress.cool_down_from is not None
-    while True:
-        visits = [
-            index
-            for index in (*plan.learned, *progress.lost)
-            if is_cooling or progress.due[index] <= progress.number
-        ]
-        if visits or not plan.learned:
-            break
-        progress.number += 1
+    awaited = (*plan.learned, *progress.lost)
+    if plan.learned and not is_cooling:  # leave out passes that would visit no row
+        progress.number = max(progress.number, min(progress.due[index] for index in awaited))
+    visits = [index for index in awaited if is_cooling or progress.due[index] <= progress.number]
     num_tokens = plan.num_tokens(visits)
     wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
     # Rows that were never visited are more urgent than unchanged rows.
