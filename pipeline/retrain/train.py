@@ -221,14 +221,13 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
                 break
         else:
             _end_pass(progress)
+            if not plan.ends_when_right:
+                continue
             awaited = (*plan.counted, *progress.lost, *plan.unlearned)
-            num_wrong = sum(not progress.streak[index] for index in awaited)
-            if plan.ends_when_right:
-                right = len(awaited) - num_wrong
-                logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
-            is_open = plan.ends_when_right and progress.cool_down_from is None
+            right = sum(bool(progress.streak[index]) for index in awaited)
+            logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
-            if is_open and num_wrong <= allowed * len(awaited):
+            if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
 
 
