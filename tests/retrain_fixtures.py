@@ -124,8 +124,6 @@ class Pipeline:
             found = (path.relative_to(old).as_posix() for path in old.rglob("*") if path.is_file())
             base = Revision(sha=sha, folder=old, files=tuple(found))
         return DatasetSnapshot(
-            dataset=DATASET,
-            ref="refs/heads/main",
             revision=revision,
             base=base,
             parent=parent.id if parent is not None else None,

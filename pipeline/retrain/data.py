@@ -124,7 +124,7 @@ def compare_revisions(
     A row that is in both the train split and a held-out split is trained on. Raises DataError.
     """
     # No release was trained on this dataset, if the pipeline followed another one before.
-    is_same = parent is not None and parent.lineage.dataset == snapshot.dataset
+    is_same = parent is not None and parent.lineage.dataset == settings.dataset
     earlier = parent if is_same else None
     recorded = earlier.held_out_share if earlier is not None else None
     before, base, unreadable = _read_base(snapshot.base, parent, recorded, settings)

@@ -351,9 +351,6 @@ def _candidates(pipeline_dir: Path) -> list[str]:
 class DatasetSnapshot(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dataset: str
-    """`owner/name`, or a git URL."""
-    ref: str
     revision: Revision
     base: Revision | None = None
     """The revision that the parent release was trained on. None if there is no such revision, if it
@@ -387,8 +384,6 @@ def take_snapshot(
     revision = hub.download(sha or hub.head(ref))
     base, no_delta = _base(hub, revision, parent)
     return DatasetSnapshot(
-        dataset=hub.dataset,
-        ref=ref,
         revision=revision,
         base=base,
         parent=parent.id if parent is not None else None,

@@ -254,8 +254,8 @@ def _origin(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -
     base = snapshot.base if job.trained is None else None
     return Lineage(
         parent=parent.id if parent is not None else None,
-        dataset=snapshot.dataset,
-        dataset_ref=snapshot.ref,
+        dataset=job.settings.dataset,
+        dataset_ref=job.settings.ref,
         dataset_revision=snapshot.revision.sha,
         dataset_base_revision=base.sha if base is not None else None,
         job_id=job.id,

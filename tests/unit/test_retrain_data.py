@@ -41,8 +41,6 @@ class Dataset:
         if self.last is not None and parent is None:
             parent = parent_of(self.last, self.digest, held_out_share=self.share)
         snapshot = DatasetSnapshot(
-            dataset="me/facts",
-            ref="refs/heads/main",
             revision=revision,
             base=self.last,
             parent=parent.id if parent is not None else None,

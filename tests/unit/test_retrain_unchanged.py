@@ -25,8 +25,6 @@ class Case:
         self.folder = folder
         revision = Revision(sha="0" * 40, folder=folder, files=("a.jsonl",))
         self.snapshot = DatasetSnapshot(
-            dataset="me/facts",
-            ref="refs/heads/main",
             revision=revision,
             base=revision,
             parent="r000001-00000000",
