@@ -21,7 +21,6 @@ sequences of the plan hold these ids instead of token ids, and the table replace
 training step then computes only the upper layers. The code of the step needs no change.
 """
 
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +31,8 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -233,16 +232,19 @@ def frozen_trunk(
     cache_dir: keeps the table of the anchors for the next job. (Anchors are the base model's own
     answers to everyday prompts.)
     """
-    beginnings = _Beginnings()
-    anchors = [beginnings.name(each.sequence) for each in plan.anchors]
-    num_anchored = len(beginnings.token_ids)
-    sequences = [beginnings.name(each) for each in plan.sequences]
+    ids: dict[tuple[int, int], int] = {}
+    """(Id of a beginning without its last token, last token) → id of the beginning: 1, 2, 3, … in
+    the order in which they are first seen. The id 0 is padding."""
+    anchors = [_named(each.sequence, ids) for each in plan.anchors]
+    num_anchored = len(ids) + 1
+    sequences = [_named(each, ids) for each in plan.sequences]
+    token_ids = torch.tensor([0, *(last for _, last in ids)])
     layers, embedding = decoder_layers(model), model.get_input_embeddings()
     width = model.config.get_text_config().hidden_size
     if (
         layers is None
         or layout_of(model) == "padded"
-        or 4 * width * len(beginnings.token_ids) > MAX_TABLE_BYTES
+        or 4 * width * len(token_ids) > MAX_TABLE_BYTES
         or not plan.ends_when_right  # the loss of plain text is measured on other sequences
         or not _hand_on_hidden_states(model, layers)
     ):
@@ -251,9 +253,9 @@ def frozen_trunk(
     example = plan.sequences[0]
     with in_evaluation(model):
         expected = last_hidden_states(model, torch.tensor([example.token_ids]))
-        table = embedding.weight.new_zeros(len(beginnings.token_ids), width)
-        table[:num_anchored] = _anchored(model, layers, beginnings, anchors, cache_dir)
-        _fill(table, model, layers, beginnings, sequences)
+        table = embedding.weight.new_zeros(len(token_ids), width)
+        _fill_anchored(table[:num_anchored], model, layers, token_ids, anchors, cache_dir)
+        _fill(table, model, layers, token_ids, sequences)
     lower = list(layers[: num_frozen(layers)])
     model.set_input_embeddings(nn.Embedding(len(table), width, _weight=table).requires_grad_(False))
     for number, layer in enumerate(lower):
@@ -293,27 +295,14 @@ def _hand_on_hidden_states(model: PreTrainedModel, layers: nn.ModuleList) -> boo
     return kinds == [Tensor]
 
 
-class _Beginnings:
-    """Gives ids to beginnings of sequences: 1, 2, 3, … in the order in which they are first seen.
-    The id 0 is padding."""
-
-    def __init__(self) -> None:
-        self.token_ids = [0]
-        """The last token of each beginning, by the id of the beginning."""
-        self._ids: dict[tuple[int, int], int] = {}
-        """(Id of the beginning without its last token, last token) → id of the beginning."""
-
-    def name(self, sequence: TokenSequence) -> TokenSequence:
-        """The sequence with ids of beginnings instead of token ids. Its `labels` hold the token
-        ids."""
-        found: list[int] = []
-        last = 0
-        for token_id in sequence.token_ids:
-            last = self._ids.setdefault((last, token_id), len(self.token_ids))
-            if last == len(self.token_ids):
-                self.token_ids.append(token_id)
-            found.append(last)
-        return replace(sequence, token_ids=tuple(found), labels=sequence.token_ids)
+def _named(sequence: TokenSequence, ids: dict[tuple[int, int], int]) -> TokenSequence:
+    """The sequence with ids of beginnings instead of token ids. Its `labels` hold the token ids."""
+    found: list[int] = []
+    last = 0
+    for token_id in sequence.token_ids:
+        last = ids.setdefault((last, token_id), len(ids) + 1)
+        found.append(last)
+    return replace(sequence, token_ids=tuple(found), labels=sequence.token_ids)
 
 
 class _Computed(nn.Module):
@@ -336,53 +325,45 @@ class _Reached(Exception):
         self.hidden = hidden
 
 
-def _anchored(
+def _fill_anchored(
+    table: Tensor,
     model: PreTrainedModel,
     layers: nn.ModuleList,
-    beginnings: "_Beginnings",
+    token_ids: Tensor,
     anchors: Sequence[TokenSequence],
     cache_dir: Path,
-) -> Tensor:
-    """The table of the beginnings of the anchors, (beginnings, H). It is read from `cache_dir` if
-    an earlier job has computed it with the same lower layers. Otherwise it is computed, and saved
-    there."""
-    asked = json.dumps([each.labels for each in anchors]).encode()
-    path = cache_dir / f"trunk-{blake3(asked).hexdigest()[:16]}.safetensors"
-    weights = blake3()
+) -> None:
+    """`_fill` for the anchors. What it writes is read from `cache_dir` if an earlier job has
+    computed it with the same lower layers. Otherwise it is saved there."""
+    digest = blake3(json.dumps([each.labels for each in anchors]).encode())
     for module in (model.get_input_embeddings(), *layers[: num_frozen(layers)]):
         for tensor in module.state_dict().values():
-            weights.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-    digest = weights.hexdigest()
-    with contextlib.suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
-        if (file.metadata() or {}).get("weights") == digest:
-            cached: Tensor = file.get_tensor("table")
-            return cached
-    size = 1 + max((token_id for each in anchors for token_id in each.token_ids), default=0)
-    width = model.config.get_text_config().hidden_size
-    table: Tensor = model.get_input_embeddings().weight.new_zeros(size, width)
-    _fill(table, model, layers, beginnings, anchors)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as out:
-        out.write(save({"table": table.cpu()}, {"weights": digest}))
-    return table
+            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    path = cache_dir / f"trunk-{digest.hexdigest()[:16]}.safetensors"
+    try:
+        table.copy_(load_file(path)["table"])
+    except (FileNotFoundError, SafetensorError):
+        _fill(table, model, layers, token_ids, anchors)
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as out:
+            out.write(save({"table": table.cpu()}))
 
 
 def _fill(
     table: Tensor,
     model: PreTrainedModel,
     layers: nn.ModuleList,
-    beginnings: "_Beginnings",
+    token_ids: Tensor,
     sequences: Sequence[TokenSequence],
 ) -> None:
     """Compute the lower layers for `sequences`. For each beginning, write the output into the row
-    of `table` that has the id of the beginning."""
+    of `table` that has the id of the beginning. token_ids: the last token of each beginning."""
 
     def reach(_: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         raise _Reached(inputs[0] if inputs else named["hidden_states"])
 
     if not sequences:
         return
-    token_ids = torch.tensor(beginnings.token_ids)
     blocks = pack([len(each.token_ids) for each in sequences], block_length(sequences))
     handle = layers[num_frozen(layers)].register_forward_pre_hook(reach, with_kwargs=True)
     try:
