@@ -53,7 +53,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS_DIR = "checkpoints"
 
 Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]
-Event = Literal["start", "end", "step", "evaluation", "average", "measured", "answered"]
+Event = Literal["start", "end", "step", "evaluation", "measured", "answered"]
 
 
 def write_record(path: Path, record: BaseModel) -> None:
@@ -94,11 +94,8 @@ class Metric(BaseModel):
     measured: int | None = None
     """How many of `rows` the stage has measured so far, or the base model has answered."""
     loss: float | None = None
-    """Nats per predicted token. For a step, the loss on the rows of the step. For an evaluation or
-    an average, the loss on the rows that were measured."""
-    share: float | None = None
-    """Used if the trained weights are averaged with the weights before the training: the share of
-    the trained weights in this average."""
+    """Nats per predicted token. For a step, the loss on the rows of the step. For an
+    evaluation, the loss on the rows that were measured."""
     learning_rate: float | None = None
     tokens: int | None = None
     """Tokens trained on so far, without padding."""

@@ -10,12 +10,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.retrain.base_model import PRESETS
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.loss import AnchorTarget, mean_loss, row_losses
+from pipeline.retrain.loss import AnchorTarget
 from pipeline.retrain.model import usual_rank
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
@@ -61,11 +61,6 @@ class TrainingPlan:
     judged: Sequence[Sequence[TokenSequence]]
     """Groups of held-out sequences, only in a training on plain text. The weights with the least
     mean loss are kept. Each group counts the same, whatever its size."""
-    averaged: Sequence[tuple[Sequence[TokenSequence], int]]
-    """Groups of sequences, each with a weight. Their loss decides how the new weights are averaged
-    with those of the parent release."""
-    min_trained_share: float
-    """The smallest share of the new weights in this average. With 1, nothing is averaged."""
     learning_rate: float
     """The learning rate at its highest point."""
     max_tokens: int
@@ -79,10 +74,6 @@ class TrainingPlan:
     @property
     def ends_when_right(self) -> bool:
         return bool(self.counted or self.unlearned)
-
-    @property
-    def is_averaged(self) -> bool:
-        return self.min_trained_share < 1 and len(self.averaged) == 2
 
     def num_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.sequences[index].token_ids) for index in indices)
@@ -149,12 +140,6 @@ class TrainingPlan:
             self.unlearned[(step * count + place) % len(self.unlearned)] for place in range(count)
         ]
 
-    def averaged_loss(self, model: PreTrainedModel) -> float:
-        """The mean loss per token of the groups in `averaged`, with their weights."""
-        losses = [mean_loss(row_losses(model, group)) for group, _ in self.averaged]
-        weights = [weight for _, weight in self.averaged]
-        return sum(a * b for a, b in zip(losses, weights, strict=True)) / sum(weights)
-
 
 def make_plan(
     data: TrainingData,
@@ -206,23 +191,24 @@ def make_plan(
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     max_tokens *= num_budgets
     learning_rate = train.learning_rate or usual_learning_rate(settings)
-    anchor_ratio, replay_ratio, min_trained_share = train.anchor_ratio, 0.0, 1.0
+    anchor_ratio, replay_ratio = train.anchor_ratio, 0.0
     if is_delta:
         learning_rate *= train.delta_learning_rate_ratio
         anchor_ratio *= DELTA_ANCHORS
         replay_ratio = train.replay_ratio if replayed else 0.0
     judged: list[list[TokenSequence]] = []
-    averaged: list[tuple[list[TokenSequence], int]] = []
     if not counted and not unlearned:
         size, known = (
             sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
         )
         if is_delta:
             max_tokens, replay_ratio = _delta_budget(max_tokens, replay_ratio, size, known, train)
-            min_trained_share = train.delta_min_share
         else:
             max_tokens = min(max_tokens, math.ceil(train.max_epochs * size))
-        judged, averaged = _judging(data, tokenizer, max_length, train.evaluation_tokens)
+        for held_out in (data.held_out_new, data.held_out_known):
+            if some := sequences(held_out, tokenizer, max_length):
+                chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
+                judged.append([some[index] for index in chosen])
     usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, max_tokens / USUAL_STEPS))
     step_tokens = train.tokens_per_step or round(usual)
     is_said = {row.digest for row in said}
@@ -239,8 +225,6 @@ def make_plan(
             *_first_tokens(found, kept, train.evaluation_tokens),
         ],
         judged=judged,
-        averaged=averaged,
-        min_trained_share=min_trained_share,
         learning_rate=learning_rate,
         max_tokens=max_tokens,
         step_tokens=step_tokens,
@@ -277,36 +261,6 @@ def _delta_budget(
         max(ratio * size, train.min_replay_tokens), budget - size, train.delta_max_epochs * known
     )
     return min(budget, math.ceil(size + replayed)), replayed / size if size else 0.0
-
-
-def _judging(
-    data: TrainingData,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    max_tokens: int,
-) -> tuple[list[list[TokenSequence]], list[tuple[list[TokenSequence], int]]]:
-    """The rows that judge a training on plain text (`judged` and `averaged` of the plan).
-
-    The average with the parent's weights is judged by the rows that the gate compares, held-out and
-    unchanged rows. If only held-out rows decided, the average might forget more of the unchanged
-    rows than the gate allows.
-    """
-
-    def taken(rows: Sequence[Row]) -> list[TokenSequence]:
-        some = sequences(rows, tokenizer, max_length)
-        return [some[index] for index in _first_tokens(some, range(len(some)), max_tokens)]
-
-    groups = [taken(data.held_out_new), taken(data.held_out_known)]
-    pairs = [
-        (data.held_out_new or data.new, data.new),
-        ([*data.held_out_known, *data.known], data.known),
-    ]
-    averaged = [
-        (taken(measured), sum(len(str(text)) for row in counted for text in row.texts))
-        for measured, counted in pairs
-        if measured and counted
-    ]
-    return [group for group in groups if group], averaged
 
 
 def _first_tokens(

@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
-from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint, add_up, from_first, rank, world_size
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
@@ -122,7 +121,6 @@ def train(
     count = len(plan.sequences)
     progress = TrainingState(streak=[0] * count, due=[0] * count)
     best: dict[str, Tensor] | None = None
-    start = checkpoints.copy_weights(model) if plan.is_averaged and rank() == 0 else None
     torch.manual_seed(settings.seed)
     found = checkpoints.load(job_dir)
     if found is not None and (found[0].round == round_number or round_number != FULL_ROUND):
@@ -189,12 +187,6 @@ def train(
 
     if best is not None:
         checkpoints.set_weights(model, best)
-    if start is not None:
-        trained = checkpoints.copy_weights(model)
-        share, loss = average(
-            model, start, trained, lambda: plan.averaged_loss(model), least=plan.min_trained_share
-        )
-        metrics.write("train", "average", share=share, loss=loss)
     done = _checkpoint(plan, progress, "best.pt", round_number)
     done = done.model_copy(update={"finished": True})
     checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})

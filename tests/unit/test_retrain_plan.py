@@ -167,21 +167,6 @@ def test_a_delta_on_text_sees_each_changed_row_once_beside_as_many_known_tokens(
     assert scarce.replay_ratio == pytest.approx(1.0, abs=0.01)
 
 
-def test_an_average_is_judged_by_the_known_rows_that_the_gate_compares() -> None:
-    known, held_out = texts(30, 9), texts(30, 40)
-    made = plan(data(mode="delta", new=texts(9), known=known, held_out_known=held_out))
-    _, (judged, _) = made.averaged
-    assert len(judged) == len(known) + len(held_out), "those that were trained on as well"
-
-
-def test_weights_are_averaged_for_text_alone() -> None:
-    mixed = data(mode="delta", new=texts(9), known=texts(30, 9))
-    assert plan(mixed).is_averaged
-    assert not plan(data(mode="delta", new=facts(9), known=texts(30, 9))).is_averaged
-    assert not plan(mixed, settings(delta_min_share=1.0)).is_averaged
-    assert not plan(data(new=texts(9))).is_averaged
-
-
 def test_nothing_to_learn_is_an_error() -> None:
     with pytest.raises(DataError, match="no row has anything to learn"):
         plan(data(new=(Row(text="", file="a", number=0),)))
