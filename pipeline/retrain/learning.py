@@ -231,7 +231,7 @@ def _train(
     answers = settings.bases_dir / ANSWERS_DIR
     with (
         frozen_trunk(model, plan, answers) if matrices else nullcontext(plan) as plan,
-        low_rank(model, plan, matrices),
+        low_rank(model, plan, matrices) if matrices else nullcontext(),
     ):
         return train(
             model,
