@@ -19,9 +19,14 @@ import pytest
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain.base_model import PRESETS, find_base
-from pipeline.retrain.job import write_record
+from pipeline.retrain.job import (
+    DatasetSnapshot,
+    Parent,
+    damaged_releases,
+    find_parent,
+    write_record,
+)
 from pipeline.retrain.rows import Row
-from pipeline.retrain.snapshot import DatasetSnapshot, Parent, damaged_releases, find_parent
 from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 from serving.weights.release_store import clear_pending, set_current
@@ -145,8 +150,6 @@ class Pipeline:
             found = (path.relative_to(old).as_posix() for path in old.rglob("*") if path.is_file())
             base = Revision(sha=sha, folder=old, files=tuple(found))
         return DatasetSnapshot(
-            dataset=DATASET,
-            ref="refs/heads/main",
             revision=revision,
             base=base,
             parent=parent.id if parent is not None else None,

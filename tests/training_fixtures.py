@@ -79,8 +79,6 @@ def plan_of(
         "unlearned": range(second, len(found)),
         "checked": list(range(second)) if counted else [],
         "judged": (),
-        "averaged": (),
-        "min_trained_share": 1.0,
         "learning_rate": 1e-3,
         "max_tokens": 4 * sum(len(each.token_ids) for each in learned),
         "step_tokens": tokens_per_step,

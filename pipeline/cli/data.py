@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli.terminal import JsonOption, PipelineOption
+from pipeline.cli.terminal import PipelineOption
 from pipeline.doctor.data_check import check_data, pipeline_of
 from pipeline.paths import Home
 from pipeline.settings import load_settings
@@ -19,7 +19,6 @@ def check(
         Path | None, typer.Argument(help="The folder to check. Its files need not be committed.")
     ] = None,
     pipeline: PipelineOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Report which rows a job would train on if you pushed, and which rows are wrong. The exit code
     is 1 if a row or a file is wrong, or if there are no rows.
@@ -29,10 +28,7 @@ def check(
     """
     settings = load_settings()
     chosen = pipeline_of(pipeline, folder, settings)
-    report = check_data(folder, Home.find(), settings, chosen)
-    if as_json:
-        print(report.model_dump_json())
-    else:
-        print("\n".join(report.lines()))
-    if report.bad:
+    lines, is_bad = check_data(folder, Home.find(), settings, chosen)
+    print("\n".join(lines))
+    if is_bad:
         raise typer.Exit(1)

@@ -23,12 +23,12 @@ from pipeline.retrain.base_model import (
     longest_sequence,
     train_tokenizer,
 )
-from pipeline.retrain.data import DataReport, divide, report_on
+from pipeline.retrain.data import divide, report_on, too_long
 from pipeline.retrain.dataset import check_not_empty, read_dataset, shown, why_no_data
 from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
+from pipeline.retrain.job import find_parent
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
-from pipeline.retrain.snapshot import find_parent
 from pipeline.retrain.sources import DatasetHub, GitDataset, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
@@ -62,8 +62,9 @@ def pipeline_of(
 
 def check_data(
     folder: Path | None, home: Home, settings: Settings, pipeline: PipelineSettings | None
-) -> DataReport:
-    """Read the files of `folder` as a job would read them from a commit. Raises PipelineError.
+) -> tuple[list[str], bool]:
+    """Read the files of `folder` as a job would read them from a commit. Returns a report in lines,
+    and whether a row or a file is bad. Raises PipelineError.
 
     If `folder` is None, there are two cases. If the working folder is in a git clone of the
     pipeline's dataset, read the files of this clone. Otherwise, read the newest commit of the
@@ -87,8 +88,7 @@ def check_data(
             if why_no_data(file) is None and _is_pointer(root / file)
         }
         files = [file for file in files if file not in pointers]
-        # The report names the files, and JSON cannot hold a name that is not UTF-8. So do not read
-        # files with such names.
+        # A job refuses files whose names are not UTF-8.
         readable = [file for file in files if shown(file) == file]
         bad += [
             DataError.at(shown(file), None, "its name is not UTF-8; rename the file")
@@ -106,25 +106,20 @@ def check_data(
     parent = find_parent(home.releases_dir / pipeline.name) if pipeline is not None else None
     rows, share = divide(dataset, reading, parent.held_out_share if parent is not None else None)
     held_out = [*dataset.held_out, *share]
-    num_tokens, max_length, cut = None, None, list[Row]()
+    num_tokens, cut = None, None
     try:
         if pipeline is not None and (found := _tokenizer(rows, home, settings, pipeline)):
             from pipeline.retrain.tokens import row_lengths
 
             tokenizer, max_length = found
-            num_tokens, cut = row_lengths(rows, tokenizer, max_length, bad.append)
+            num_tokens, long = row_lengths(rows, tokenizer, max_length, bad.append)
+            cut = too_long(long, max_length)
     except BaseModelError as error:
         bad.append(error)
-    return report_on(
-        dataset,
-        rows,
-        held_out,
-        bad=bad,
-        elsewhere=pointers,
-        num_tokens=num_tokens,
-        max_length=max_length,
-        cut=cut,
+    report = report_on(
+        dataset, rows, held_out, bad=bad, elsewhere=pointers, num_tokens=num_tokens, cut=cut
     )
+    return list(report), bool(bad)
 
 
 @contextmanager

@@ -107,7 +107,8 @@ def find_base(
     bases_dir: the folder for the base models of all pipelines. Its folder `hub` holds the models
     that were fetched from a hub, and all pipelines share them. A preset is made once for each
     pipeline, from its `rows`, and is never deleted. pinned: the commit of the base model from which
-    the pipeline's releases were trained so far. has_weights: whether the weights are needed too.
+    the pipeline's releases were trained so far; if that is None, it is the revision in the model's
+    id, or the newest commit of `main`. has_weights: whether the weights are needed too.
 
     Raises BaseModelError if there is no such model, and BaseModelAway if the hub does not answer.
     """
@@ -126,26 +127,13 @@ def find_base(
             f"no base model at {base_model}: no such folder; set `base_model` to a folder with "
             "config.json, a hub id (owner/name, or owner/name@revision), or preset:tiny"
         )
-    return _fetch(base_model, bases_dir / "hub", endpoint, token, pinned, has_weights)
-
-
-def _fetch(
-    base_model: str,
-    cache: Path,
-    endpoint: str | None,
-    token: str | None,
-    pinned: str | None,
-    has_weights: bool,
-) -> Base:
-    """Fetch the config, the tokenizer and possibly the weights of a model from a hub. The commit is
-    `pinned`. If that is None, it is the revision in the model's id, and if there is none, the
-    newest commit of `main`."""
-    import httpx2  # the hub's client raises its errors
-    from huggingface_hub import HfApi
-
+    cache = bases_dir / "hub"
     repo, _, revision = base_model.partition("@")
     if pinned is not None and (folder := cached_folder(cache, repo) / pinned).is_dir():
         return Base(folder=folder, revision=pinned)
+    import httpx2  # the hub's client raises its errors
+    from huggingface_hub import HfApi
+
     # Without False, the client would send the job's HF_TOKEN.
     api = HfApi(endpoint, token or cached_login() or False)
     try:

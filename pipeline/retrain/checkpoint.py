@@ -11,7 +11,7 @@ step. The gradients of all processes are added up. A process that trains alone i
 import contextlib
 import logging
 import os
-import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
 
 logger = logging.getLogger(__name__)
+
+FULL_ROUND = 3
+"""The number of the last round of a delta (a training of the served weights on the changed rows).
+If the gate refuses the delta's weights, this round is a full training, from the base model."""
 
 
 class Checkpoint(BaseModel):
@@ -52,16 +56,12 @@ class Checkpoint(BaseModel):
     weights."""
     finished: bool = False
 
-    def waiting(self, rows: Sequence[Row]) -> list[Row]:
-        """Which of `rows`, the rows to learn, were not visited, or were wrong in their last visit.
-        If a row has copies, this must be true for all of them."""
-        unvisited, wrong = set(self.not_trained), set(self.not_learned)
-        visited = {row.digest for place, row in enumerate(rows) if place not in unvisited}
-        right = {row.digest for place, row in enumerate(rows) if place not in unvisited | wrong}
-        return [
-            *(rows[place] for place in self.not_trained if rows[place].digest not in visited),
-            *(rows[place] for place in self.not_learned if rows[place].digest not in right),
-        ]
+    def waiting(self, rows: Sequence[Row]) -> set[str]:
+        """The digests of those of `rows`, the rows to learn, that were not visited, or were wrong
+        in their last visit. If a row has copies, this must be true for all of them."""
+        places = {*self.not_trained, *self.not_learned}
+        done = {row.digest for place, row in enumerate(rows) if place not in places}
+        return {rows[place].digest for place in places} - done
 
 
 State = dict[str, Any]
@@ -87,10 +87,13 @@ def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
 
 
 def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
-    """Write the state file, then the record that names it. Then remove the older state file.
+    """Write the state file, then the record that names it. Then remove the older state file. In a
+    group, only the first process does this.
 
     Raises TrainError if one of the files cannot be written. The last checkpoint then stays valid.
     """
+    if rank() > 0:
+        return
     path = job_dir / checkpoint.file
     path.parent.mkdir(exist_ok=True)
     # If the job was killed while it saved, an incomplete file is left, which may be as large as the
@@ -113,7 +116,7 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
 def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
     """The last checkpoint of this job and its state. None if there is no readable checkpoint: the
     training then starts again. Raises a temporary error, such as MemoryError."""
-    checkpoint = read_record(job_dir / CHECKPOINT, Checkpoint)
+    checkpoint = last(job_dir)
     if checkpoint is None or not (job_dir / checkpoint.file).is_file():
         return None
     path = job_dir / checkpoint.file
@@ -127,9 +130,14 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
     return checkpoint, state
 
 
+def last(job_dir: Path) -> Checkpoint | None:
+    """The record of the last checkpoint. None if there is none."""
+    return read_record(job_dir / CHECKPOINT, Checkpoint)
+
+
 def is_finished(job_dir: Path, round_number: int) -> bool:
     """Whether the training of this round is over, so that only its weights need be loaded."""
-    checkpoint = read_record(job_dir / CHECKPOINT, Checkpoint)
+    checkpoint = last(job_dir)
     return checkpoint is not None and checkpoint.finished and checkpoint.round == round_number
 
 
@@ -165,13 +173,15 @@ def from_first(value: float, device: torch.device) -> float:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[None]:
-    """Join the group that torchrun's environment describes."""
+def process_group(number: int, count: int, place: str) -> Iterator[None]:
+    """Join the group of `count` processes as the one with this number. They meet at the URL
+    `place`."""
     # Import torch._dynamo before init_process_group. Otherwise a model imports it later, and the
     # interpreter sometimes crashes at exit.
     import torch._dynamo
 
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, place, rank=number, world_size=count)
     try:
         yield
     finally:
@@ -185,39 +195,27 @@ def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
     process that failed. If it was killed or failed otherwise, raises TemporaryError: the next
     attempt of the job continues from the last checkpoint.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.multiprocessing.spawn import ProcessException, spawn
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    # The launcher sets handlers of its own.
-    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {kind: signal.getsignal(kind) for kind in kinds}
-    try:
-        elastic_launch(config, _member)(os.getpid(), work, given)
-    except ChildFailedError as error:
-        said = error.get_first_failure()[1].message
-        reason = said["message"] if isinstance(said, dict) else said
-        if reason.startswith("TrainError: "):
-            raise TrainError(reason.removeprefix("TrainError: ")) from error
-        raise TemporaryError(
-            f"one of {count} training processes ended too early ({reason}); see the job's log"
-        ) from error
-    finally:
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn(_member, (count, f"file://{folder}/group", os.getpid(), work, given), count)
+        except ProcessException as error:
+            *_, reason = str(error).partition("TrainError: ")
+            if reason:
+                raise TrainError(reason.strip()) from error
+            last = str(error).strip().splitlines()[-1]
+            raise TemporaryError(
+                f"one of {count} training processes ended too early ({last}); see the job's log"
+            ) from error
 
 
-def _member(job: int, work: Callable[[bytes], None], given: bytes) -> None:
+def _member(
+    number: int, count: int, place: str, job: int, work: Callable[[bytes], None], given: bytes
+) -> None:
     """job: the pid of the process that started the group. If it ends, this process ends too."""
     die_with_parent(job)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with process_group():
+        torch.cuda.set_device(number)
+    with process_group(number, count, place):
         work(given)

@@ -1,5 +1,5 @@
 """Reads the rows of a dataset snapshot, and decides which rows to train on, which to hold out, and
-whether to train at all. `DataReport` tells people about the rows.
+whether to train at all. `report_on` tells people about the rows.
 
 A *full* training trains the base model on all rows. A *delta* trains the weights of the parent (the
 release from which the job continues) on the changed rows.
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from pipeline.errors import PipelineError
 from pipeline.retrain.base_model import files_digest
-from pipeline.retrain.dataset import Dataset, Split, check_not_empty, read_dataset, shortened
+from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset, shortened
 from pipeline.retrain.errors import DataError
+from pipeline.retrain.job import DatasetSnapshot, Parent
 from pipeline.retrain.rows import (
     Difference,
     Row,
@@ -27,7 +26,6 @@ from pipeline.retrain.rows import (
     split,
 )
 from pipeline.retrain.settings import DataSettings, RetrainSettings
-from pipeline.retrain.snapshot import DatasetSnapshot, Parent
 from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 
@@ -126,7 +124,7 @@ def compare_revisions(
     A row that is in both the train split and a held-out split is trained on. Raises DataError.
     """
     # No release was trained on this dataset, if the pipeline followed another one before.
-    is_same = parent is not None and parent.lineage.dataset == snapshot.dataset
+    is_same = parent is not None and parent.lineage.dataset == settings.dataset
     earlier = parent if is_same else None
     recorded = earlier.held_out_share if earlier is not None else None
     before, base, unreadable = _read_base(snapshot.base, parent, recorded, settings)
@@ -360,116 +358,58 @@ def grouped(errors: Iterable[PipelineError]) -> tuple[str, ...]:
     )
 
 
-class DataReport(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-    num_rows: int
-    """Rows to train on."""
-    num_held_out: int
-    num_characters: int
-    """Characters in the rows to train on."""
-    num_tokens: int | None = None
-    """Tokens in the rows to train on. None if the report was made without a tokenizer."""
-    max_length: int | None = None
-    """A row is learned with at most this many tokens. None if there was no tokenizer."""
-    cut: tuple[str, ...] = ()
-    """The places of the rows with an answer that are longer than `max_length`. A part of each of
-    these rows is not learned."""
-    files: dict[Split, dict[str, int]]
-    """Split → file → how many rows it has with anything to learn."""
-    held_out_split: Split
-    """The held-out split that is measured: validation or test. The other one is not used."""
-    ignored: dict[str, str]
-    """File → why it is not read."""
-    nothing_to_learn: tuple[str, ...] = ()
-    """The places of the rows that have nothing to learn. They are neither trained on nor
-    counted."""
-    empty_answers: tuple[str, ...] = ()
-    """The places of the rows to train on whose answer, or one of whose answers, is empty."""
-    num_bad: int = 0
-    """Rows and files that cannot be used. A job fails at the first one."""
-    bad: tuple[str, ...] = ()
-    """What is wrong with them."""
-    num_contradictions: int
-    contradictions: tuple[str, ...]
-    """The first NUM_SHOWN questions that have several different answers, with these answers."""
-
-    def lines(self) -> Iterator[str]:
-        """The report as lines of text. The first line is the summary."""
-        amount = f"{self.num_characters:,} characters"
-        if self.num_tokens is not None:
-            amount = f"{self.num_tokens:,} tokens"
-        yield (
-            f"{_count(self.num_rows)} to train on ({amount}), {self.num_held_out:,} held out to "
-            "measure"
-        )
-        uses = {"train": "", self.held_out_split: ", held out"}
-        for name, files in self.files.items():
-            rows = _listed(f"{file} {_count(count)}" for file, count in files.items())
-            yield f"  {name}{uses.get(name, ', neither trained nor measured')}: {rows}"
-        by_reason = defaultdict(list)
-        for file, reason in self.ignored.items():
-            by_reason[reason].append(file)
-        for reason, names in by_reason.items():
-            yield f"  ignored, {reason}: {_listed(names)}"
-        if self.num_contradictions:
-            yield f"  answered in several ways, {_count(self.num_contradictions, 'question')}:"
-        yield from (f"    {each}" for each in self.contradictions)
-        if self.nothing_to_learn:
-            yield f"  nothing to learn, so left out, {_places(self.nothing_to_learn)}"
-        if self.empty_answers:
-            yield f"  learned with an empty answer, {_places(self.empty_answers)}"
-        if self.cut and self.max_length is not None:
-            yield f"  {too_long(self.cut, self.max_length)}"
-        if self.bad:
-            yield f"  bad, {_count(self.num_bad)}:"
-        yield from (f"    {each}" for each in self.bad)
-
-
 def report_on(
     dataset: Dataset,
     rows: Sequence[Row],
     held_out: Sequence[Row],
     *,
-    bad: Iterable[PipelineError] = (),
+    bad: Sequence[PipelineError] = (),
     elsewhere: Mapping[str, str] = {},
     num_tokens: int | None = None,
-    max_length: int | None = None,
-    cut: Sequence[Row] = (),
-) -> DataReport:
-    """Make the report. rows: the rows of `dataset` to train on. held_out: the rows to measure. cut:
-    the rows with an answer that are longer than `max_length` tokens. elsewhere: file → why it could
-    not be read here."""
-    found = contradictions(rows)
-    bad = list(bad)
-    return DataReport(
-        num_rows=len(rows),
-        num_held_out=len(held_out),
-        num_characters=sum(len(text) for row in rows for text in row.texts),
-        num_tokens=num_tokens,
-        max_length=max_length,
-        cut=tuple(row.place for row in cut),
-        nothing_to_learn=tuple(row.place for row in dataset.nothing_to_learn),
-        empty_answers=tuple(row.place for row in rows if row.has_empty_answer),
-        files={
-            split: {file: sum(row.is_learnable for row in dataset.by_file[file]) for file in files}
-            for split, files in dataset.files.splits.items()
-            if files
-        },
-        held_out_split=dataset.held_out_split,
-        ignored={**dataset.files.ignored, **elsewhere},
-        num_bad=len(bad),
-        bad=grouped(bad),
-        num_contradictions=len(found),
-        contradictions=tuple(_contradiction(group, rows) for group in found[:NUM_SHOWN]),
-    )
+    cut: str | None = None,
+) -> Iterator[str]:
+    """Tells people about the rows, in lines of text. The first line is the summary.
+
+    rows: the rows of `dataset` to train on. held_out: the rows to measure. bad: what is wrong with
+    rows and files that cannot be used. (A job fails at the first one.) elsewhere: file → why it
+    could not be read here. num_tokens: of `rows`. None if there is no tokenizer. cut: a line about
+    rows that are too long (`too_long`)."""
+    amount = f"{sum(len(text) for row in rows for text in row.texts):,} characters"
+    if num_tokens is not None:
+        amount = f"{num_tokens:,} tokens"
+    yield f"{_count(len(rows))} to train on ({amount}), {len(held_out):,} held out to measure"
+    uses = {"train": "", dataset.held_out_split: ", held out"}
+    for name, files in dataset.files.splits.items():
+        counts = {file: sum(row.is_learnable for row in dataset.by_file[file]) for file in files}
+        listed = _listed(f"{file} {_count(count)}" for file, count in counts.items())
+        if files:
+            yield f"  {name}{uses.get(name, ', neither trained nor measured')}: {listed}"
+    by_reason = defaultdict(list)
+    for file, reason in {**dataset.files.ignored, **elsewhere}.items():
+        by_reason[reason].append(file)
+    for reason, names in by_reason.items():
+        yield f"  ignored, {reason}: {_listed(names)}"
+    if found := contradictions(rows):
+        yield f"  answered in several ways, {_count(len(found), 'question')}:"
+    yield from (f"    {_contradiction(group, rows)}" for group in found[:NUM_SHOWN])
+    if places := [row.place for row in dataset.nothing_to_learn]:
+        yield f"  nothing to learn, so left out, {_places(places)}"
+    if places := [row.place for row in rows if row.has_empty_answer]:
+        yield f"  learned with an empty answer, {_places(places)}"
+    if cut is not None:
+        yield f"  {cut}"
+    if bad:
+        yield f"  bad, {_count(len(bad))}:"
+    yield from (f"    {each}" for each in grouped(bad))
 
 
-def too_long(places: Sequence[str], max_length: int) -> str:
-    """Names the rows at these places, which are longer than `max_length` tokens."""
+def too_long(rows: Sequence[Row], max_length: int) -> str | None:
+    """Names `rows`, which are longer than `max_length` tokens. None if there are none."""
+    if not rows:
+        return None
     return (
         f"longer than {max_length:,} tokens (max_length under [pipelines.train]), so a part is not "
-        f"learned, {_places(places)}"
+        f"learned, {_places([row.place for row in rows])}"
     )
 
 

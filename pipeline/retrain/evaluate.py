@@ -7,22 +7,28 @@ new weights say it, and *kept* if they still say it.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, variance
 
 from pydantic import BaseModel, ConfigDict
 
 from jobs.counts import Counts
-from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.loss import RowLoss
-from pipeline.retrain.measure import GROUPS, MeasuredRows, Measurement
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 
-FULL_ROUND = 3
-"""The number of the last round of a delta (a training of the served weights on the changed rows).
-If the gate refuses the delta's weights, this round is a full training, from the base model."""
+GROUPS = {
+    "changed": "changed rows",
+    "known": "rows known before",
+    "deleted": "deleted rows",
+    "held_out_new": "held-out rows of the new range",
+    "held_out_known": "held-out rows known before",
+    "golden": "golden questions",
+}
+"""Group of rows to measure → its rows in words."""
 MIN_ROWS = 20
 """The checks of deleted rows, of unchanged rows, of held-out rows and of losses need at
 least this many rows, because a few rows prove nothing."""
@@ -36,6 +42,28 @@ REMOVAL_RATIO = 1.15
 """After a full training that leaves out deleted rows, a loss may be this many times the loss of the
 served release. Many deltas may have made the served release better than one full training can. But
 it is more important that the deleted rows are no longer served."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRows:
+    """The rows to measure, to find out what was learned and kept."""
+
+    groups: Mapping[str, tuple[Row, ...]]
+    """For each of GROUPS, the rows. Of each group except `golden`, only a sample of at most
+    `gate.max_tokens` tokens is measured. The sample is the same in each run."""
+    unmeasured: tuple[Row, ...]
+    """The changed rows that have an answer, and are not in the sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    losses: Mapping[str, Sequence[RowLoss]]
+    """For each of GROUPS, the losses of its rows, in the same order. Rows without a learned token
+    and rows that the chat template refuses have no entry. `RowLoss.row` is the index of the row in
+    its group."""
+    base_agreement: float | None
+    """The share of the tokens in the base model's answers that the weights still find likeliest.
+    None if this was not measured, as for a preset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +84,11 @@ class Judged:
         return self.new.is_learned
 
 
-Pair = tuple[RowLoss, RowLoss]
-"""The losses of one row under the new and under the served weights. They are sums over the whole
-row, so they can be compared even if the two tokenizers cut the row into different tokens."""
+def _pairs(rows: Sequence[Judged]) -> list[tuple[RowLoss, RowLoss]]:
+    """The losses of each row under the new and under the served weights. They are sums over the
+    whole row, so they can be compared even if the two tokenizers cut the row into different
+    tokens."""
+    return [(each.new, each.served) for each in rows if each.served is not None]
 
 
 class Comparison(BaseModel):
@@ -74,7 +104,8 @@ class Comparison(BaseModel):
     """The loss of the served weights."""
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> "Comparison":
+    def of(cls, rows: Sequence[Judged]) -> "Comparison":
+        pairs = _pairs(rows)
         tokens = sum(new.num_tokens for new, _ in pairs)
         return cls(
             rows=len(pairs),
@@ -158,23 +189,18 @@ def compare(
     *,
     against: str,
     tokens_before: int = 0,
-    data_refusals: Sequence[str] = (),
 ) -> Evaluation:
     """Make the evaluation from the measurements of the served and of the new weights.
 
     checkpoint: of the training that led to the new weights. tokens_before: how many tokens the
-    releases that it continued from were trained on. data_refusals: reasons against training on
-    these rows, which were found before training. If there are any, a person has forced the
-    training.
+    releases that it continued from were trained on.
     """
     groups = {
-        name: _judged(getattr(rows, name), getattr(served, name), getattr(new, name))
-        for name in GROUPS
+        name: _judged(of_group, served.losses[name], new.losses[name])
+        for name, of_group in rows.groups.items()
     }
     # Rows that were not visited, or were wrong in their last visit.
-    waiting = {
-        row.digest for row in checkpoint.waiting(data.new if data.mode == "delta" else data.rows)
-    }
+    waiting = checkpoint.waiting(data.new if data.mode == "delta" else data.rows)
     changed = _answers(groups["changed"])
     known = [each for each in _answers(groups["known"]) if each.was_said]
     missed = {each.row.digest for each in changed if not each.is_said}
@@ -191,12 +217,10 @@ def compare(
     lost_again = [each.row.place for each in changed if each.row.digest in given_up]
     changed = [each for each in changed if each.row.digest not in apart]
     not_said = [each.row.place for each in changed if not each.is_said]
-
-    deleted = [loss.row for loss in served.deleted if loss.is_learned]
-    said_now = {loss.row for loss in new.deleted if loss.is_learned}
-    still_said = [rows.deleted[index].place for index in deleted if index in said_now]
+    num_deleted = sum(loss.is_learned for loss in served.losses["deleted"])
+    still_said = _places_of_said(groups["deleted"], now=True)
     golden = groups["golden"]
-    text = Comparison.of(_pairs(_texts(groups["changed"])))
+    text = Comparison.of(_texts(groups["changed"]))
     counts = Counts(
         changed=len(changed),
         all_changed=len(changed) + sum(row.digest not in apart for row in rows.unmeasured),
@@ -204,8 +228,8 @@ def compare(
         learned_before=sum(each.was_said for each in changed),
         known=len(known),
         kept=sum(each.is_said for each in known),
-        deleted=len(deleted),
-        unlearned=len(deleted) - len(still_said),
+        deleted=num_deleted,
+        unlearned=num_deleted - len(still_said),
         base_agreement=new.base_agreement,
         golden=len(golden),
         golden_right=sum(each.is_said for each in golden),
@@ -219,7 +243,6 @@ def compare(
         [each for each in groups[name] if each.row.digest not in data.held_out_trained]
         for name in ("held_out_new", "held_out_known")
     )
-    held_out_answers = _answers([*held_out_new, *held_out_known])
     refusals = [
         *count_refusals(
             counts,
@@ -227,19 +250,15 @@ def compare(
             is_removal=data.is_removal,
             missed=not_said,
             still_said=still_said,
-            wrong_golden=[each.row.place for each in golden if each.was_said and not each.is_said],
+            wrong_golden=_places_of_said(golden, now=False),
         ),
-        *held_out_refusals(
-            [each.was_said for each in held_out_answers],
-            [each.is_said for each in held_out_answers],
-            gate,
-        ),
+        *held_out_refusals(_answers([*held_out_new, *held_out_known]), gate),
         *loss_refusals(
-            [
-                ("held-out rows of text of the new range", _pairs(_texts(held_out_new))),
-                ("held-out rows of text known before", _pairs(_texts(held_out_known))),
-                ("rows of text known before", _pairs(_texts(groups["known"]))),
-            ],
+            {
+                "held-out rows of text of the new range": _texts(held_out_new),
+                "held-out rows of text known before": _texts(held_out_known),
+                "rows of text known before": _texts(groups["known"]),
+            },
             gate,
             is_removal=data.is_removal,
         ),
@@ -253,10 +272,10 @@ def compare(
         against=against,
         round=checkpoint.round,
         counts=counts,
-        new=Comparison.of(_pairs(groups["changed"])),
-        known=Comparison.of(_pairs(groups["known"])),
-        held_out=Comparison.of(_pairs([*groups["held_out_new"], *groups["held_out_known"]])),
-        refusals=(*data_refusals, *refusals),
+        new=Comparison.of(groups["changed"]),
+        known=Comparison.of(groups["known"]),
+        held_out=Comparison.of([*groups["held_out_new"], *groups["held_out_known"]]),
+        refusals=(*lost_refusals(data.num_lost, data.num_before, gate), *refusals),
         is_short=is_short(counts, gate, is_removal=data.is_removal),
         not_learned=not_learned(counts, gate, not_said, lost_again),
         tokens=checkpoint.tokens,
@@ -285,8 +304,10 @@ def _texts(group: Sequence[Judged]) -> list[Judged]:
     return [each for each in group if not each.row.is_counted]
 
 
-def _pairs(group: Sequence[Judged]) -> list[Pair]:
-    return [(each.new, each.served) for each in group if each.served is not None]
+def _places_of_said(group: Sequence[Judged], *, now: bool) -> list[str]:
+    """The places of the rows that the served weights say, and the new weights do (`now`) or do
+    not say."""
+    return [each.row.place for each in group if each.was_said and each.is_said == now]
 
 
 def lost_refusals(num_lost: int, num_before: int, settings: GateSettings) -> tuple[str, ...]:
@@ -382,25 +403,23 @@ def is_short(counts: Counts, settings: GateSettings, *, is_removal: bool) -> boo
     )
 
 
-def held_out_refusals(
-    before: Sequence[bool], after: Sequence[bool], settings: GateSettings
-) -> tuple[str, ...]:
-    """Reasons why the new weights may not be served, from held-out rows that have an answer: for
-    each row, whether the served weights say it, and whether the new weights say it.
+def held_out_refusals(rows: Sequence[Judged], settings: GateSettings) -> tuple[str, ...]:
+    """Reasons why the new weights may not be served, from held-out rows that have an answer.
 
     Only the numbers of these rows are compared. Their loss says little: a model that learns facts
     becomes surer of its answers, also of wrong answers to questions that it was never trained on.
     """
-    if not _is_lost(sum(before), sum(after), settings.min_kept):
+    before, after = sum(each.was_said for each in rows), sum(each.is_said for each in rows)
+    if not _is_lost(before, after, settings.min_kept):
         return ()
     return (
-        f"{sum(after):,} of {len(after):,} held-out rows are answered right, and {sum(before):,} "
-        f"were before, where `gate.min_kept` asks for {settings.min_kept:.0%} of them",
+        f"{after:,} of {len(rows):,} held-out rows are answered right, and {before:,} were before, "
+        f"where `gate.min_kept` asks for {settings.min_kept:.0%} of them",
     )
 
 
 def loss_refusals(
-    groups: Sequence[tuple[str, Sequence[Pair]]],
+    groups: Mapping[str, Sequence[Judged]],
     settings: GateSettings,
     *,
     is_removal: bool = False,
@@ -408,12 +427,29 @@ def loss_refusals(
     """Reasons why the new weights may not be served, from their losses on held-out and on unchanged
     rows of plain text.
 
-    groups: for each group of rows, its name and the losses of its rows. is_removal: whether the new
-    weights are from a full training that leaves out deleted rows.
+    groups: by their names. is_removal: whether the new weights are from a full training that leaves
+    out deleted rows.
     """
-    ratio = max(settings.max_loss_ratio, REMOVAL_RATIO if is_removal else 0.0)
-    found = (_refusal(name, pairs, ratio) for name, pairs in groups if pairs)
-    return tuple(reason for reason in found if reason is not None)
+    max_ratio = max(settings.max_loss_ratio, REMOVAL_RATIO if is_removal else 0.0)
+    found = []
+    for name, rows in groups.items():
+        group = Comparison.of(rows)
+        what = f"the loss on the {group.rows:,} {name}"
+        if group.rows and group.loss is None:
+            found.append(f"{what} is not a number")
+        if group.rows < MIN_ROWS or group.loss is None or group.served_loss is None:
+            continue
+        # Compare the losses row by row, to find out whether they exceed the limit by more than
+        # chance.
+        excess = [new.nats - max_ratio * served.nats for new, served in _pairs(rows)]
+        error = math.sqrt(variance(excess) / len(excess))
+        if group.loss > group.served_loss + TOLERANCE and fmean(excess) > SIGMAS * error:
+            found.append(
+                f"{what} rose from {group.served_loss:.4f} to {group.loss:.4f} nats per token, "
+                f"x{group.loss / group.served_loss:.3f} where `gate.max_loss_ratio` allows "
+                f"x{max_ratio:g}"
+            )
+    return tuple(found)
 
 
 def _is_lost(before: int, after: int, least: float) -> bool:
@@ -421,27 +457,6 @@ def _is_lost(before: int, after: int, least: float) -> bool:
     allowed = (1 - least) * before
     error = math.sqrt(max(allowed, 1.0) * least)
     return before >= MIN_ROWS and before - after - allowed > SIGMAS * error
-
-
-def _refusal(name: str, pairs: Sequence[Pair], max_ratio: float) -> str | None:
-    group = Comparison.of(pairs)
-    rows = f"the {group.rows:,} {name}"
-    if group.loss is None:
-        return f"the loss on {rows} is not a number"
-    if len(pairs) < MIN_ROWS or group.served_loss is None:
-        return None
-    if group.loss <= group.served_loss + TOLERANCE:
-        return None
-    # Compare the losses row by row, to find out whether they exceed the limit by more than chance.
-    excess = [new.nats - max_ratio * served.nats for new, served in pairs]
-    mean = sum(excess) / len(excess)
-    variance = sum((each - mean) ** 2 for each in excess) / (len(excess) - 1)
-    if mean <= SIGMAS * math.sqrt(variance / len(excess)):
-        return None
-    return (
-        f"the loss on {rows} rose from {group.served_loss:.4f} to {group.loss:.4f} nats per token, "
-        f"x{group.loss / group.served_loss:.3f} where `gate.max_loss_ratio` allows x{max_ratio:g}"
-    )
 
 
 def _changed(counts: Counts) -> str:

@@ -1,14 +1,18 @@
 """`RetrainJob`: the settings of a retraining job, its addresses and tokens, its progress, and its
 outcome; and the files in its folder.
 
+A job starts from a release, from which it continues (`Parent`), and from the dataset revision to
+train on with the one to compare it with, both downloaded (`DatasetSnapshot`).
+
 Most stages leave a record in the folder: a JSON file that is written completely or not at all.
 `metrics.jsonl` has the stages and the losses while the job runs, one JSON object per line.
 """
 
 import json
 import logging
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +23,22 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from jobs.folder import SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange, is_git_url
-from pipeline.retrain.errors import RetrainError
+from jobs.temporary_failures import is_temporary
+from pipeline.retrain.dataset import is_needed
+from pipeline.retrain.errors import HubAway, RetrainError, SnapshotError
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.sources import (
     OWN_TOKEN,
     OWN_TOKEN_SOURCE,
     DatasetHub,
     GitDataset,
+    Revision,
     cached_login,
 )
-from serving.errors import ReleaseError
 from serving.weights.atomic_file import write_atomically
-from serving.weights.release_store import served_release
+from serving.weights.release import Lineage
+from serving.weights.release_store import load_release, read_served, readable_served, release_number
+from serving.weights.verify import verify_release
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +53,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS_DIR = "checkpoints"
 
 Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]
-Event = Literal["start", "end", "step", "evaluation", "average", "measured", "answered"]
+Event = Literal["start", "end", "step", "evaluation", "measured", "answered"]
 
 
 def write_record(path: Path, record: BaseModel) -> None:
@@ -86,11 +94,8 @@ class Metric(BaseModel):
     measured: int | None = None
     """How many of `rows` the stage has measured so far, or the base model has answered."""
     loss: float | None = None
-    """Nats per predicted token. For a step, the loss on the rows of the step. For an evaluation or
-    an average, the loss on the rows that were measured."""
-    share: float | None = None
-    """Used if the trained weights are averaged with the weights before the training: the share of
-    the trained weights in this average."""
+    """Nats per predicted token. For a step, the loss on the rows of the step. For an
+    evaluation, the loss on the rows that were measured."""
     learning_rate: float | None = None
     tokens: int | None = None
     """Tokens trained on so far, without padding."""
@@ -252,6 +257,17 @@ class RetrainJob:
     def record_progress(self, **facts: Any) -> None:
         self.progress |= facts
 
+    def remove_records(self) -> None:
+        """Remove the records of the job, so that it starts again.
+
+        The snapshot is removed last. If the job is killed before that, the restarted job finds
+        again that another release is chosen. A release that this job has published stays on disk,
+        but this job does not ask the server to serve it.
+        """
+        shutil.rmtree(self.dir / CHECKPOINTS_DIR, ignore_errors=True)
+        for record in (CHECKPOINT, BASE, EVALUATION, RELEASE, SNAPSHOT):
+            (self.dir / record).unlink(missing_ok=True)
+
     def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:
         return JobOutcome(
             result=result,
@@ -267,7 +283,136 @@ class RetrainJob:
         """The id of the served release, for the outcome. None if it cannot be read, because the
         outcome must be written in any case."""
         try:
-            served = served_release(self.pipeline_dir)
-        except (OSError, ReleaseError):
+            return readable_served(self.pipeline_dir).release
+        except OSError:
             return None
-        return served.name if served is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    id: str
+    folder: Path
+    lineage: Lineage
+    evaluation: dict[str, Any]
+    """What the job that made this release has measured. Empty if a person published the release
+    from a folder."""
+
+    @property
+    def held_out_share(self) -> frozenset[str]:
+        """As in `TrainingData`."""
+        return frozenset(self.evaluation.get("held_out_share", ()))
+
+
+def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
+    """The damaged releases that a job must pass over, in order, until it finds one that is not
+    damaged. Maps each to what is wrong with it. A release that the server has passed over is
+    included too, unless somebody asks for it again (it is pending)."""
+    damaged = {}
+    served = read_served(pipeline_dir)
+    if served.substitute is not None and served.live[-1] != served.pending:
+        reasons = verify_release(pipeline_dir / served.live[-1])
+        damaged[served.live[-1]] = reasons or ("the server did not take it",)
+    for release_id in _candidates(pipeline_dir):
+        reasons = verify_release(pipeline_dir / release_id)
+        if not reasons:
+            break
+        damaged[release_id] = reasons
+    return damaged
+
+
+def find_parent(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Parent | None:
+    """The release from which a job continues, or None. Raises ReleaseError if it cannot be read.
+
+    It is the first of these that is not in `passed_over`: the pending release (which waits for a
+    server), the served release, and then the older releases that were live, newest first.
+    """
+    chosen = (each for each in _candidates(pipeline_dir) if each not in passed_over)
+    if (found := next(chosen, None)) is None:
+        return None
+    folder = pipeline_dir / found
+    release = load_release(folder)
+    return Parent(
+        id=found, folder=folder, lineage=release.lineage, evaluation=release.evaluation or {}
+    )
+
+
+def _candidates(pipeline_dir: Path) -> list[str]:
+    """The releases that may be the parent, in the order in which a server tries them: each one only
+    if those before it are damaged."""
+    served = read_served(pipeline_dir)
+    number = release_number(served.release) if served.release is not None else 0
+    older = [each for each in reversed(served.live) if release_number(each) < number]
+    return list(dict.fromkeys(filter(None, (served.pending, served.release, *older))))
+
+
+class DatasetSnapshot(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    revision: Revision
+    base: Revision | None = None
+    """The revision that the parent release was trained on. None if there is no such revision, if it
+    cannot be downloaded, or if it belongs to another dataset."""
+    parent: str | None = None
+    """The release from which the job continues: the pending release (which waits for a server), or
+    else the served one."""
+    passed_over: tuple[str, ...] = ()
+    """Damaged releases that would otherwise have been the parent. `parent` is the next release that
+    is not damaged."""
+    no_delta: str | None = None
+    """Why the job cannot continue from the parent's weights (a delta). None if it can."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all downloaded files are still on the disk."""
+        return all(
+            (revision.folder / file).is_file()
+            for revision in filter(None, (self.revision, self.base))
+            for file in filter(is_needed, revision.files)
+        )
+
+
+def take_snapshot(
+    hub: DatasetHub | GitDataset, ref: str, sha: str | None, parent: Parent | None
+) -> DatasetSnapshot:
+    """Download the revision to train on, and the revision that the parent release was trained on.
+
+    sha: the commit to train on, or None for the newest commit of `ref`. Raises SnapshotError.
+    """
+    revision = hub.download(sha or hub.head(ref))
+    base, no_delta = _base(hub, revision, parent)
+    return DatasetSnapshot(
+        revision=revision,
+        base=base,
+        parent=parent.id if parent is not None else None,
+        no_delta=no_delta,
+    )
+
+
+def _base(
+    hub: DatasetHub | GitDataset, revision: Revision, parent: Parent | None
+) -> tuple[Revision | None, str | None]:
+    if parent is None:
+        return None, "there is no release to go on from"
+    seen = parent.lineage.dataset_revision
+    not_trained = f"release {parent.id} was not trained on {hub.dataset}"
+    if seen is None:
+        return None, not_trained
+    if seen == revision.sha:
+        return revision, None
+    base: Revision | None = None
+    try:
+        base = hub.download(seen)
+    except SnapshotError as error:
+        # After a temporary failure, another attempt may reach this revision.
+        if isinstance(error, HubAway) or is_temporary(error):
+            raise
+        logger.info("%s", error)
+        problem = "cannot be reached"
+    else:
+        if hub.is_ancestor(seen, revision.sha):
+            return base, None
+        problem = "was removed (by a force-push)"
+    # A dataset that was renamed has a new name, but the same commits. So compare the commits first.
+    if parent.lineage.dataset != hub.dataset:
+        return None, not_trained
+    return base, f"revision {seen}, which release {parent.id} has seen, {problem}"

@@ -4,6 +4,7 @@ measures the new weights on the same rows, and publishes them as a release."""
 import logging
 import os
 import pickle
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,24 +14,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pipeline.retrain.anchors import ANSWERS_DIR, base_answers, load_anchors
+from pipeline.retrain import checkpoint as checkpoints
+from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
 from pipeline.retrain.base_model import PRESETS, Base, find_base
-from pipeline.retrain.checkpoint import Checkpoint, is_finished, run_group, world_size
+from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
 from pipeline.retrain.data import TrainingData, too_long
-from pipeline.retrain.evaluate import FULL_ROUND, Evaluation, compare
+from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurement, compare
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
-from pipeline.retrain.job import BASE, RetrainJob, read_record, write_record
-from pipeline.retrain.loss import AnchorTarget
-from pipeline.retrain.lowrank import low_rank
-from pipeline.retrain.measure import MeasuredRows, measure
-from pipeline.retrain.model import load_model, load_tokenizer, usual_rank
-from pipeline.retrain.plan import TrainingPlan, make_plan
+from pipeline.retrain.job import BASE, MetricsWriter, Parent, RetrainJob, read_record, write_record
+from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
+from pipeline.retrain.lowrank import frozen_trunk, low_rank
+from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
+from pipeline.retrain.plan import TrainingPlan, make_plan, sample
 from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
-from pipeline.retrain.snapshot import Parent
-from pipeline.retrain.tokens import answer_ends, row_lengths, sequences
+from pipeline.retrain.settings import GateSettings
+from pipeline.retrain.tokens import answer_ends, leave_out, row_lengths, sequences
 from pipeline.retrain.train import train
-from pipeline.retrain.trunk import frozen_trunk
 from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
 
@@ -71,32 +71,28 @@ class Learning:
         golden: tuple[Row, ...] = ()
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
-        self._rows = MeasuredRows.choose(
-            data, golden, loaded.tokenizer, loaded.max_length, settings.gate
-        )
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
+        self._rows = choose_rows(data, golden, tokenizer, max_length, settings.gate)
         is_from_base = parent is not None and data.mode == "full"
         if is_from_base:
             # The base model may be a new one, with another chat template than the served weights.
             # If it refuses a row, find out now and not after the training.
             tokenizer, max_length = load_tokenizer(self.base.folder, settings)
-            asked = (*self._rows.held_out_new, *self._rows.held_out_known, *golden)
-            sequences(asked, tokenizer, max_length)
+            for group in ("held_out_new", "held_out_known", "golden"):
+                sequences(self._rows.groups[group], tokenizer, max_length)
         _tell_lengths(data, tokenizer, max_length)
         self._before = measure(
             loaded, self._rows, skip_refused=is_from_base, tell=job.record_measured
         )
         """The measurement of the served weights."""
 
-    def first_round(self, evaluation: Evaluation | None) -> int:
-        """The number of the round with which the job begins. `evaluation` is the last one that
-        the job wrote before it was restarted. If no round follows it, the job begins with the
-        round of `evaluation`: `train` then only loads its weights."""
+    def first_round(self) -> int:
+        """The number of the round with which the job begins: that of its last checkpoint. If that
+        one is finished, `train` only loads its weights."""
         if self.job.trained is not None:
             return FULL_ROUND
-        if evaluation is None:
-            return 1
-        return self.round_after(evaluation) or evaluation.round
+        checkpoint = checkpoints.last(self.job.dir)
+        return checkpoint.round if checkpoint is not None else 1
 
     def round_after(self, evaluation: Evaluation) -> int | None:
         """The number of the round that follows `evaluation`. None if there is no further one."""
@@ -124,18 +120,18 @@ class Learning:
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
         )
         count = self.job.settings.train.num_processes
-        if not is_finished(self.job.dir, round_number):
+        if not checkpoints.is_finished(self.job.dir, round_number):
             self._tell(plan, round_number)
             if count > 1:
                 given = self.job, self.loaded.folder, plan, round_number
-                run_group(count, _train_in_group, pickle.dumps(given))
+                checkpoints.run_group(count, _train_in_group, pickle.dumps(given))
         # If several processes have trained, this only loads their finished checkpoint.
         self._is_fresh = False
         checkpoint = _train(self.job, self.loaded.model, plan, round_number)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
-    def evaluate(self, checkpoint: Checkpoint, refusals: tuple[str, ...]) -> Evaluation:
+    def evaluate(self, checkpoint: Checkpoint) -> Evaluation:
         after = measure(
             self.loaded, self._rows, self._measured_anchors, tell=self.job.record_measured
         )
@@ -148,7 +144,6 @@ class Learning:
             checkpoint,
             against=self.parent.id if self.parent is not None else self.job.settings.base_model,
             tokens_before=self._tokens_before() if self.data.mode == "delta" else 0,
-            data_refusals=refusals,
         )
 
     def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
@@ -181,7 +176,7 @@ class Learning:
         return export(loaded, job.pipeline_dir, self._ends, **manifest)
 
     def _plan(self, round_number: int) -> TrainingPlan:
-        known = self._rows.known
+        known = self._rows.groups["known"]
         return make_plan(
             self.data,
             self.loaded.tokenizer,
@@ -190,7 +185,7 @@ class Learning:
             anchors=self._anchors,
             said=[
                 known[loss.row]
-                for loss in self._before.known
+                for loss in self._before.losses["known"]
                 if loss.is_learned and known[loss.row].is_counted
             ],
             tokens_before=self._tokens_before(),
@@ -224,8 +219,8 @@ def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_le
     rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
     num_tokens, cut = row_lengths(rows, tokenizer, max_length)
     logger.info("%s rows have %s tokens", what, f"{num_tokens:,}")
-    if cut:
-        logger.info(too_long([row.place for row in cut], max_length))
+    if line := too_long(cut, max_length):
+        logger.info(line)
 
 
 def _train(
@@ -236,7 +231,7 @@ def _train(
     answers = settings.bases_dir / ANSWERS_DIR
     with (
         frozen_trunk(model, plan, answers) if matrices else nullcontext(plan) as plan,
-        low_rank(model, plan, matrices),
+        low_rank(model, plan, matrices) if matrices else nullcontext(),
     ):
         return train(
             model,
@@ -244,7 +239,7 @@ def _train(
             settings.train,
             job_dir=job.dir,
             round_number=round_number,
-            metrics=job.metrics,
+            metrics=job.metrics if checkpoints.rank() == 0 else MetricsWriter(Path(os.devnull)),
         )
 
 
@@ -253,7 +248,8 @@ def _train_in_group(given: bytes) -> None:
     job's folder."""
     job, folder, plan, round_number = pickle.loads(given)
     logging.basicConfig(level=logging.WARNING)
-    torch.set_num_threads(max(1, (job.num_threads or os.cpu_count() or 1) // world_size()))
+    threads = job.num_threads or os.cpu_count() or 1
+    torch.set_num_threads(max(1, threads // checkpoints.world_size()))
     _train(job, load_model(folder, job.settings).model, plan, round_number)
 
 
@@ -279,3 +275,90 @@ def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
     )
     write_record(path, base)
     return base
+
+
+def measure(
+    loaded: LoadedModel,
+    rows: MeasuredRows,
+    anchors: Sequence[AnchorTarget] = (),
+    *,
+    skip_refused: bool = False,
+    tell: Callable[[int, int], None],
+) -> Measurement:
+    """Measure the weights on `rows`, and on the base model's own answers to `anchors` if there are
+    any.
+
+    skip_refused: leave out the rows that the chat template of the weights refuses, instead of
+    raising DataError or BaseModelError. Deleted rows that it refuses are always left out, because
+    nobody can correct them any more. tell: called after each batch, with the number of rows that
+    are measured, and the number of all rows to measure. A piece of a long row counts as a row, and
+    so does an answer of the base model.
+    """
+    found = {}
+    for name in GROUPS:
+        skips = {"on_refused": leave_out} if skip_refused or name == "deleted" else {}
+        found[name] = sequences(rows.groups[name], loaded.tokenizer, loaded.max_length, **skips)
+    expected = sum(map(len, found.values())) + len(anchors)
+    measured = 0
+
+    def on_batch(count: int) -> None:
+        nonlocal measured
+        measured += count
+        tell(measured, expected)
+
+    def losses(name: str) -> list[RowLoss]:
+        if found[name]:
+            logger.info("measuring %s %s", f"{len(rows.groups[name]):,}", GROUPS[name])
+        return row_losses(loaded.model, found[name], on_batch)
+
+    if anchors:
+        logger.info("measuring %d answers of the base model", len(anchors))
+    return Measurement(
+        base_agreement=agreement(loaded.model, anchors, on_batch) if anchors else None,
+        losses={name: losses(name) for name in GROUPS},
+    )
+
+
+def choose_rows(
+    data: TrainingData,
+    golden: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    gate: GateSettings,
+) -> MeasuredRows:
+    """Choose the rows to measure. max_length: the largest number of tokens of a sequence. Longer
+    answers are cut."""
+
+    def some(rows: Sequence[Row]) -> tuple[Row, ...]:
+        def size_of(index: int) -> int:
+            return _num_measured(rows[index], tokenizer, max_length)
+
+        return tuple(rows[index] for index in sample(len(rows), size_of, gate.max_tokens))
+
+    new, known = (
+        [row for row in rows if row.digest not in data.contradicting]
+        for rows in (data.new, data.known)
+    )
+    changed = some(new)
+    measured = set(changed)
+    return MeasuredRows(
+        groups={
+            "changed": changed,
+            "known": some(known),
+            "deleted": some([row for row in data.deleted if row.is_counted]),
+            "held_out_new": some(data.held_out_new),
+            "held_out_known": some(data.held_out_known),
+            "golden": tuple(golden),
+        },
+        unmeasured=tuple(row for row in new if row.is_counted and row not in measured),
+    )
+
+
+def _num_measured(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
+    """About how many tokens a measurement of `row` computes. A text is measured whole. A longer
+    conversation has a sequence for each answer."""
+    text = row.text or f"{row.prompt}{row.completion}"
+    if row.messages is not None:
+        text = "".join(str(message) for message in row.messages)
+    size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return min(size, max_length * len(row.turns)) if row.is_counted else size

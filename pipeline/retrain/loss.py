@@ -25,9 +25,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.retrain.checkpoint import world_size
-from pipeline.retrain.layout import arranged, last_hidden_states
+from pipeline.retrain.layout import (
+    ROUNDED_TO,
+    Blocks,
+    arranged,
+    block_length,
+    last_hidden_states,
+    pack,
+)
 from pipeline.retrain.model import Head, head_of, pad_rows
-from pipeline.retrain.packing import ROUNDED_TO, Blocks, block_length, pack
 from pipeline.retrain.tokens import TokenSequence
 from serving.weights.release import is_fast_in_bfloat16
 

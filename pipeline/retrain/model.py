@@ -29,8 +29,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.layout import close_to, in_evaluation, last_hidden_states, random_document
-from pipeline.retrain.packing import ROUNDED_TO
+from pipeline.retrain.layout import (
+    ROUNDED_TO,
+    close_to,
+    in_evaluation,
+    last_hidden_states,
+    random_document,
+)
 from pipeline.retrain.settings import RetrainSettings
 from serving.chat_template import PROMPT_DATE
 from serving.errors import first_line

@@ -7,18 +7,16 @@ release (usually the served one) on the changed rows.
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.retrain.base_model import PRESETS
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.loss import AnchorTarget, mean_loss, row_losses
+from pipeline.retrain.loss import AnchorTarget
 from pipeline.retrain.model import usual_rank
-from pipeline.retrain.packing import block_length
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
 from pipeline.retrain.tokens import TokenSequence, sequences
@@ -29,6 +27,9 @@ LORA_LEARNING_RATE = 2e-3
 CATCH_UP = 4
 """The served release may have been trained on more than `max_tokens` tokens. A full training may
 then use as many, but at most this many times `max_tokens`."""
+MAX_SKIPPED = 20
+"""While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
+than have this many times the tokens of the sample."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 DELTA_ANCHORS = 2
@@ -60,11 +61,6 @@ class TrainingPlan:
     judged: Sequence[Sequence[TokenSequence]]
     """Groups of held-out sequences, only in a training on plain text. The weights with the least
     mean loss are kept. Each group counts the same, whatever its size."""
-    averaged: Sequence[tuple[Sequence[TokenSequence], int]]
-    """Groups of sequences, each with a weight. Their loss decides how the new weights are averaged
-    with those of the parent release."""
-    min_trained_share: float
-    """The smallest share of the new weights in this average. With 1, nothing is averaged."""
     learning_rate: float
     """The learning rate at its highest point."""
     max_tokens: int
@@ -79,18 +75,6 @@ class TrainingPlan:
     def ends_when_right(self) -> bool:
         return bool(self.counted or self.unlearned)
 
-    @property
-    def is_averaged(self) -> bool:
-        return self.min_trained_share < 1 and len(self.averaged) == 2
-
-    @cached_property
-    def block_length(self) -> int:
-        return block_length(self.sequences)
-
-    @cached_property
-    def blocks_per_step(self) -> int:
-        return max(1, round(self.step_tokens / self.block_length))
-
     def num_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.sequences[index].token_ids) for index in indices)
 
@@ -100,9 +84,6 @@ class TrainingPlan:
         size = self.num_tokens(self.learned)
         wanted = max(self.replay_ratio * size, self.step_tokens - size)
         return round(min(wanted, self.num_tokens(self.replayed)))
-
-    def steps_left(self, tokens: int) -> int:
-        return math.ceil(max(0, self.max_tokens - tokens) / self.step_tokens)
 
     def numbered(self, index: int) -> TokenSequence:
         """The sequence with its own index instead of that of its row. So the result of a
@@ -159,12 +140,6 @@ class TrainingPlan:
             self.unlearned[(step * count + place) % len(self.unlearned)] for place in range(count)
         ]
 
-    def averaged_loss(self, model: PreTrainedModel) -> float:
-        """The mean loss per token of the groups in `averaged`, with their weights."""
-        losses = [mean_loss(row_losses(model, group)) for group, _ in self.averaged]
-        weights = [weight for _, weight in self.averaged]
-        return sum(a * b for a, b in zip(losses, weights, strict=True)) / sum(weights)
-
 
 def make_plan(
     data: TrainingData,
@@ -213,29 +188,27 @@ def make_plan(
         places = ", ".join(row.place for row in rows[:5])
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
-    def num_tokens(indices: Sequence[int]) -> int:
-        return sum(len(found[index].token_ids) for index in indices)
-
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     max_tokens *= num_budgets
     learning_rate = train.learning_rate or usual_learning_rate(settings)
-    anchor_ratio, replay_ratio, min_trained_share = train.anchor_ratio, 0.0, 1.0
+    anchor_ratio, replay_ratio = train.anchor_ratio, 0.0
     if is_delta:
         learning_rate *= train.delta_learning_rate_ratio
         anchor_ratio *= DELTA_ANCHORS
         replay_ratio = train.replay_ratio if replayed else 0.0
     judged: list[list[TokenSequence]] = []
-    averaged: list[tuple[list[TokenSequence], int]] = []
     if not counted and not unlearned:
-        size = num_tokens(learned)
+        size, known = (
+            sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
+        )
         if is_delta:
-            max_tokens, replay_ratio = _delta_budget(
-                max_tokens, replay_ratio, size, num_tokens(replayed), train
-            )
-            min_trained_share = train.delta_min_share
+            max_tokens, replay_ratio = _delta_budget(max_tokens, replay_ratio, size, known, train)
         else:
             max_tokens = min(max_tokens, math.ceil(train.max_epochs * size))
-        judged, averaged = _judging(data, tokenizer, max_length, train.evaluation_tokens)
+        for held_out in (data.held_out_new, data.held_out_known):
+            if some := sequences(held_out, tokenizer, max_length):
+                chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
+                judged.append([some[index] for index in chosen])
     usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, max_tokens / USUAL_STEPS))
     step_tokens = train.tokens_per_step or round(usual)
     is_said = {row.digest for row in said}
@@ -252,8 +225,6 @@ def make_plan(
             *_first_tokens(found, kept, train.evaluation_tokens),
         ],
         judged=judged,
-        averaged=averaged,
-        min_trained_share=min_trained_share,
         learning_rate=learning_rate,
         max_tokens=max_tokens,
         step_tokens=step_tokens,
@@ -292,46 +263,37 @@ def _delta_budget(
     return min(budget, math.ceil(size + replayed)), replayed / size if size else 0.0
 
 
-def _judging(
-    data: TrainingData,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    max_tokens: int,
-) -> tuple[list[list[TokenSequence]], list[tuple[list[TokenSequence], int]]]:
-    """The rows that judge a training on plain text (`judged` and `averaged` of the plan).
-
-    The average with the parent's weights is judged by the rows that the gate compares, held-out and
-    unchanged rows. If only held-out rows decided, the average might forget more of the unchanged
-    rows than the gate allows.
-    """
-
-    def taken(rows: Sequence[Row]) -> list[TokenSequence]:
-        some = sequences(rows, tokenizer, max_length)
-        return [some[index] for index in _first_tokens(some, range(len(some)), max_tokens)]
-
-    groups = [taken(data.held_out_new), taken(data.held_out_known)]
-    pairs = [
-        (data.held_out_new or data.new, data.new),
-        ([*data.held_out_known, *data.known], data.known),
-    ]
-    averaged = [
-        (taken(measured), sum(len(str(text)) for row in counted for text in row.texts))
-        for measured, counted in pairs
-        if measured and counted
-    ]
-    return [group for group in groups if group], averaged
-
-
 def _first_tokens(
     found: Sequence[TokenSequence], indices: Sequence[int], max_tokens: int
 ) -> list[int]:
-    """A sample of `indices` whose sequences have at most `max_tokens` tokens together. It has at
-    least one index. The choice is the same in each run."""
+    """A sample of `indices` whose sequences have at most `max_tokens` tokens together."""
+    chosen = sample(len(indices), lambda place: len(found[indices[place]].token_ids), max_tokens)
+    return [indices[place] for place in chosen]
+
+
+def sample(count: int, size_of: Callable[[int], int], max_tokens: int) -> list[int]:
+    """A random sample of the numbers below `count` with at most `max_tokens` tokens together, but
+    with at least one number. It is sorted, and the same in each run.
+
+    A number with more than half of `max_tokens` is chosen only if there is room after all others.
+    Otherwise, it alone would make the sample so small that it proves nothing. size_of: the tokens
+    of a number."""
+    order = random.Random(count).sample(range(count), count)
     chosen: list[int] = []
+    long: dict[int, int] = {}
     left = max_tokens
-    for index in random.Random(len(indices)).sample(list(indices), len(indices)):
-        if chosen and left < len(found[index].token_ids):
+    for index in order:
+        size = size_of(index)
+        if size > max_tokens / 2 and sum(long.values()) < MAX_SKIPPED * max_tokens:
+            long[index] = size
+            continue
+        if size > left:
             break
+        left -= size
         chosen.append(index)
-        left -= len(found[index].token_ids)
-    return sorted(chosen)
+    else:
+        for index, size in long.items():
+            if size <= left:
+                left -= size
+                chosen.append(index)
+    return sorted(chosen or order[:1])

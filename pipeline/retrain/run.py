@@ -9,7 +9,6 @@ according to the records. Environment variables describe the job: `JOB_DIR` (the
 
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -32,22 +31,17 @@ from pipeline.retrain.errors import (
     TemporaryError,
 )
 from pipeline.retrain.job import (
-    BASE,
-    CHECKPOINT,
-    CHECKPOINTS_DIR,
     EVALUATION,
     RELEASE,
     SNAPSHOT,
-    RetrainJob,
-    read_record,
-    write_record,
-)
-from pipeline.retrain.snapshot import (
     DatasetSnapshot,
     Parent,
+    RetrainJob,
     damaged_releases,
     find_parent,
+    read_record,
     take_snapshot,
+    write_record,
 )
 from serving.errors import NotEnoughSpace, ServingError, Superseded, SwapAnswerError
 from serving.swap_schemas import SwapResult, request_swap
@@ -89,13 +83,9 @@ def main(
             said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             reason = f"{said} (unexpected; the job's log has the traceback)"
         failed = JobOutcome(result="failed", exit_code=1, job_id=environ.get("JOB_ID"))
-        outcome = (failed if job is None else job.outcome("failed")).model_copy(
-            update={
-                "reason": reason,
-                "may_pass": isinstance(error, TemporaryError | NotEnoughSpace)
-                or is_temporary(error),
-            }
-        )
+        outcome = failed if job is None else job.outcome("failed")
+        may_pass = isinstance(error, TemporaryError | NotEnoughSpace) or is_temporary(error)
+        outcome = outcome.model_copy(update={"reason": reason, "may_pass": may_pass})
     logger.info("%s %s", outcome.result, outcome.reason or "")
     if "JOB_DIR" in environ:
         try:
@@ -124,7 +114,7 @@ def retrain(job: RetrainJob) -> JobOutcome:
             if job.trained is not None:
                 return job.outcome("superseded", str(moved))
             logger.warning("%s; the job starts again from there", moved)
-            _remove_records(job)
+            job.remove_records()
             job.progress.clear()
 
 
@@ -197,7 +187,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
         snapshot = read_record(job.dir / SNAPSHOT, DatasetSnapshot)
         if snapshot is None or not snapshot.is_whole or snapshot.parent != parent_id:
             # The job is new, or another release was chosen since it was interrupted.
-            _remove_records(job)
+            job.remove_records()
             if damaged:
                 logger.warning("the job goes on from %s", parent_id or "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
@@ -210,7 +200,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
 def _data(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -> TrainingData:
     with job.stage("data"):
         data = compare_revisions(snapshot, parent, job.settings)
-        for line in report_on(data.dataset, data.rows, data.held_out).lines():
+        for line in report_on(data.dataset, data.rows, data.held_out):
             logger.info("%s", line)
         logger.info("a %s training: %s", data.mode, data.reason)
     return data
@@ -223,7 +213,7 @@ def _learn(
     a person has forced the job. Returns the reasons of the gate if it refuses, and otherwise the
     release."""
     # Import this only here, because a job without anything to learn needs no torch.
-    from pipeline.retrain.evaluate import Evaluation, lost_refusals
+    from pipeline.retrain.evaluate import lost_refusals
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
@@ -232,9 +222,7 @@ def _learn(
             return refusals, None
         learning = Learning(job, data, parent)
 
-    path = job.dir / EVALUATION
-    evaluation = read_record(path, Evaluation)
-    round_number: int | None = learning.first_round(evaluation)
+    round_number: int | None = learning.first_round()
     while round_number is not None:
         with job.stage("train"):
             checkpoint = learning.train(round_number)
@@ -243,9 +231,8 @@ def _learn(
             )
             logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
         with job.stage("evaluate"):
-            if evaluation is None or evaluation.round != round_number:
-                evaluation = learning.evaluate(checkpoint, refusals)
-                write_record(path, evaluation)
+            evaluation = learning.evaluate(checkpoint)
+            write_record(job.dir / EVALUATION, evaluation)
             job.record_progress(counts=evaluation.counts)
             logger.info("%s", evaluation.counts)
             if evaluation.not_learned is not None:
@@ -253,7 +240,6 @@ def _learn(
             for refusal in evaluation.refusals:
                 logger.info("refused: %s", refusal)
         round_number = learning.round_after(evaluation)
-    assert evaluation is not None
     if not evaluation.passed and job.settings.force_reason is None:
         return evaluation.refusals, None
 
@@ -268,26 +254,13 @@ def _origin(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -
     base = snapshot.base if job.trained is None else None
     return Lineage(
         parent=parent.id if parent is not None else None,
-        dataset=snapshot.dataset,
-        dataset_ref=snapshot.ref,
+        dataset=job.settings.dataset,
+        dataset_ref=job.settings.ref,
         dataset_revision=snapshot.revision.sha,
         dataset_base_revision=base.sha if base is not None else None,
         job_id=job.id,
         delivery_ids=job.revisions.delivery_ids if job.revisions is not None else (),
     )
-
-
-def _remove_records(job: RetrainJob) -> None:
-    """Remove the records of the job, so that it starts again.
-
-    The snapshot is removed last. If the job is killed before that, the restarted job finds again
-    that another release is chosen. A release that this job has published stays on disk, but this
-    job does not ask the server to serve it.
-    """
-    (job.dir / CHECKPOINT).unlink(missing_ok=True)
-    shutil.rmtree(job.dir / CHECKPOINTS_DIR, ignore_errors=True)
-    for record in (BASE, EVALUATION, RELEASE, SNAPSHOT):
-        (job.dir / record).unlink(missing_ok=True)
 
 
 def _clear_away(job: RetrainJob) -> None:

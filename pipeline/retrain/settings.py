@@ -111,11 +111,6 @@ class TrainSettings(_Settings):
     would have. If this is too little to visit each changed row once, the delta gets more, but never
     more than the full budget. A delta on rows with an answer has the full budget, and ends when the
     model says the answers."""
-    delta_min_share: float = Field(default=0.5, gt=0, le=1)
-    """After a delta on plain text, the new weights are averaged with the served weights if this
-    lowers the loss on new and known rows together. This brings back some of what the delta has
-    forgotten. The setting is the smallest share of the new weights in the average. With 1, nothing
-    is averaged."""
     replay_ratio: float = Field(default=3.0, ge=0)
     """How many tokens of unchanged rows a delta mixes in for each token of its new rows
     (replay)."""

@@ -56,7 +56,8 @@ class TokenSequence:
     row: int
     """The index of the row that the tokens come from."""
     labels: tuple[int, ...] | None = None
-    """The real token ids, if `token_ids` holds other ids in their place (`trunk.py`). Else None."""
+    """The real token ids, if `token_ids` holds other ids in their place (`frozen_trunk`). Otherwise
+    None."""
 
     @property
     def num_learned(self) -> int:

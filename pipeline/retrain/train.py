@@ -26,13 +26,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
-from pipeline.retrain.averaging import average
-from pipeline.retrain.checkpoint import Checkpoint, add_up, from_first, rank, world_size
+from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint, add_up, from_first, rank, world_size
 from pipeline.retrain.errors import TrainError
-from pipeline.retrain.evaluate import FULL_ROUND
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
+from pipeline.retrain.layout import block_length, pack
 from pipeline.retrain.loss import is_said, losses, mean_loss, predict, row_losses, training_autocast
-from pipeline.retrain.packing import pack
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.settings import TrainSettings
 
@@ -123,7 +121,6 @@ def train(
     count = len(plan.sequences)
     progress = TrainingState(streak=[0] * count, due=[0] * count)
     best: dict[str, Tensor] | None = None
-    start = checkpoints.copy_weights(model) if plan.is_averaged and rank() == 0 else None
     torch.manual_seed(settings.seed)
     found = checkpoints.load(job_dir)
     if found is not None and (found[0].round == round_number or round_number != FULL_ROUND):
@@ -139,7 +136,6 @@ def train(
             torch.set_rng_state(state["rng"])
 
     saved_at = time.monotonic()
-    is_first = rank() == 0
     model.train()
     for chosen in _steps(plan, progress, settings.seed):
         started = time.monotonic()
@@ -154,19 +150,19 @@ def train(
         progress.step += 1
         progress.place += 1
         progress.tokens += tokens
+        left = plan.max_tokens - progress.tokens
         _cool_down_in_time(plan, progress)
-        if is_first:
-            metrics.write(
-                "train",
-                "step",
-                step=progress.step,
-                steps=progress.step + plan.steps_left(progress.tokens),
-                loss=loss,
-                learning_rate=rate,
-                tokens=progress.tokens,
-                tokens_per_second=tokens / (time.monotonic() - started),
-            )
-        if _is_due(plan, progress) or _is_cooled_down(progress):
+        metrics.write(
+            "train",
+            "step",
+            step=progress.step,
+            steps=progress.step + math.ceil(max(0, left) / plan.step_tokens),
+            loss=loss,
+            learning_rate=rate,
+            tokens=progress.tokens,
+            tokens_per_second=tokens / (time.monotonic() - started),
+        )
+        if _is_due(plan, progress):
             progress.evaluated_at = progress.tokens
             missed, wrong = _measure(model, plan, metrics, progress)
             progress.stale += 1
@@ -177,7 +173,7 @@ def train(
                 break
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
-        if is_first and time.monotonic() - saved_at >= settings.checkpoint_seconds:
+        if time.monotonic() - saved_at >= settings.checkpoint_seconds:
             done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", round_number)
             state = {
                 "weights": checkpoints.weights_of(model),
@@ -191,31 +187,22 @@ def train(
 
     if best is not None:
         checkpoints.set_weights(model, best)
-    if start is not None:
-        trained = checkpoints.copy_weights(model)
-        share, loss = average(
-            model, start, trained, lambda: plan.averaged_loss(model), least=plan.min_trained_share
-        )
-        metrics.write("train", "average", share=share, loss=loss)
     done = _checkpoint(plan, progress, "best.pt", round_number)
     done = done.model_copy(update={"finished": True})
-    if is_first:
-        checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
+    checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
     return done
 
 
 def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[list[list[int]]]:
     """The blocks of each step, pass after pass, until the budget is used up."""
+    length = block_length(plan.sequences)
+    size = max(1, round(plan.step_tokens / length))
     while True:
         if not progress.visits:
             progress.visits, progress.place = _visits(plan, progress, seed), 0
         lengths = [len(plan.sequences[index].token_ids) for index in progress.visits]
-        blocks = [
-            [progress.visits[place] for place in block]
-            for block in pack(lengths, plan.block_length)
-        ]
+        blocks = [[progress.visits[place] for place in block] for block in pack(lengths, length)]
         random.Random(f"{seed} {progress.number} blocks").shuffle(blocks)
-        size = plan.blocks_per_step
         for start in range(progress.place * size, len(blocks), size):
             chosen = blocks[start : start + size]
             tokens = sum(len(plan.sequences[index].token_ids) for each in chosen for index in each)
@@ -226,14 +213,13 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
                 break
         else:
             _end_pass(progress)
+            if not plan.ends_when_right:
+                continue
             awaited = (*plan.counted, *progress.lost, *plan.unlearned)
-            num_wrong = sum(not progress.streak[index] for index in awaited)
-            if rank() == 0 and plan.ends_when_right:
-                right = len(awaited) - num_wrong
-                logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
-            is_open = plan.ends_when_right and progress.cool_down_from is None
+            right = sum(bool(progress.streak[index]) for index in awaited)
+            logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
-            if is_open and num_wrong <= allowed * len(awaited):
+            if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
 
 
@@ -270,15 +256,10 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     """The sequences that the next pass visits, in random order: those that are due, and a sample of
     the unchanged rows."""
     is_cooling = progress.cool_down_from is not None
-    while True:
-        visits = [
-            index
-            for index in (*plan.learned, *progress.lost)
-            if is_cooling or progress.due[index] <= progress.number
-        ]
-        if visits or not plan.learned:
-            break
-        progress.number += 1
+    awaited = (*plan.learned, *progress.lost)
+    if plan.learned and not is_cooling:  # leave out passes that would visit no row
+        progress.number = max(progress.number, min(progress.due[index] for index in awaited))
+    visits = [index for index in awaited if is_cooling or progress.due[index] <= progress.number]
     num_tokens = plan.num_tokens(visits)
     wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
     # Rows that were never visited are more urgent than unchanged rows.
@@ -322,16 +303,14 @@ def _cool_down_steps(progress: TrainingState) -> int:
 
 
 def _is_due(plan: TrainingPlan, progress: TrainingState) -> bool:
-    """Whether to measure the held-out loss of plain text now. Never before each row was visited,
-    because training may end at a measurement."""
+    """Whether to measure now: rows with an answer when the learning rate is low, and the held-out
+    loss of plain text from time to time, but never before each row was visited, because training
+    may end at a measurement."""
+    if progress.cool_down_from is not None:
+        return progress.step - progress.cool_down_from >= _cool_down_steps(progress)
     interval = max(1, plan.max_tokens // EVALUATIONS)
     is_due = bool(plan.judged) and progress.tokens - progress.evaluated_at >= interval
     return is_due and all(progress.due[index] for index in plan.learned)
-
-
-def _is_cooled_down(progress: TrainingState) -> bool:
-    started = progress.cool_down_from
-    return started is not None and progress.step - started >= _cool_down_steps(progress)
 
 
 def _optimizer(model: PreTrainedModel, settings: TrainSettings) -> torch.optim.AdamW:
@@ -443,15 +422,14 @@ def _measure(
     wrong = [loss.row for loss in losses if not loss.is_learned]
     unlearned = row_losses(model, [plan.numbered(index) for index in plan.unlearned])
     missed = len(wrong) + sum(loss.is_learned for loss in unlearned)
-    if rank() == 0:
-        metrics.write(
-            "train",
-            "evaluation",
-            step=progress.step,
-            loss=mean_loss(losses) if losses else None,
-            right=len(checked) + len(unlearned) - missed,
-            rows=len(checked) + len(unlearned),
-        )
+    metrics.write(
+        "train",
+        "evaluation",
+        step=progress.step,
+        loss=mean_loss(losses) if losses else None,
+        right=len(checked) + len(unlearned) - missed,
+        rows=len(checked) + len(unlearned),
+    )
     return float(missed), wrong
 
 
@@ -482,4 +460,4 @@ def _checkpoint(
 def _is_better(missed: float, best: float | None) -> bool:
     """Whether a measurement is better than the best one so far. Any result is better than none, or
     than a best one that is not a finite number."""
-    return best is None or not math.isfinite(best) or (math.isfinite(missed) and missed < best)
+    return best is None or not math.isfinite(best) or missed < best

@@ -198,7 +198,7 @@ def _learn(
 
 def _served(pipeline: Pipeline) -> Path:
     """What waits for a server, which there is none here."""
-    from pipeline.retrain.snapshot import find_parent
+    from pipeline.retrain.job import find_parent
 
     parent = find_parent(pipeline.dir)
     if parent is None:

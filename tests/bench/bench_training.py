@@ -186,8 +186,6 @@ def _ours(model: Any, tokenizer: Any, rows: list[Any], size: Size, folder: Path)
         unlearned=(),
         checked=(),
         judged=(),
-        averaged=(),
-        min_trained_share=1.0,
         learning_rate=1e-3,
         max_tokens=size.epochs * sum(len(row.token_ids) for row in rows),
         step_tokens=BLOCKS_PER_STEP * LENGTH,

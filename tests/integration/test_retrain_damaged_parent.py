@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.retrain import run
-from pipeline.retrain.job import MetricsWriter
-from pipeline.retrain.snapshot import DatasetSnapshot
+from pipeline.retrain.job import DatasetSnapshot, MetricsWriter
 from serving.weights.release_store import (
     load_release,
     pending_release,

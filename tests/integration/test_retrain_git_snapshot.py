@@ -10,7 +10,7 @@ import pytest
 
 from jobs.temporary_failures import is_temporary
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.snapshot import _take
+from pipeline.retrain.job import take_snapshot
 from pipeline.retrain.sources import GitDataset, Revision
 from tests.disk_fixtures import fill, small_disk
 from tests.hub_fixtures import git_env, run_git
@@ -155,7 +155,7 @@ def test_an_outage_does_not_turn_a_delta_into_a_full_training(
     # The new revision is in the cache. Only the fetch of the base revision meets the outage.
     dataset.dataset = "http://127.0.0.1:9/x.git"
     with pytest.raises(HubAway):
-        _take(dataset, "refs/heads/main", new, seen_by_a_release(dataset.dataset, seen))
+        take_snapshot(dataset, "refs/heads/main", new, seen_by_a_release(dataset.dataset, seen))
 
 
 def test_a_full_disk_is_temporary_and_the_next_attempt_succeeds(
@@ -171,7 +171,7 @@ def test_a_full_disk_is_temporary_and_the_next_attempt_succeeds(
             dataset.download(sha)
         assert is_temporary(caught.value)
         with pytest.raises(SnapshotError):
-            _take(dataset, "refs/heads/main", base, parent)
+            take_snapshot(dataset, "refs/heads/main", base, parent)
     (disk / "filler").unlink()
     assert (dataset.download(sha).folder / "data/rows.jsonl").stat().st_size == 200_000
 

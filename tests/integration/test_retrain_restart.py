@@ -106,12 +106,10 @@ def test_a_job_that_was_killed_between_rounds_comes_to_the_same_counts(
             raise KeyboardInterrupt
         return trained(learning, round_number)
 
-    def evaluate(
-        learning: Learning, checkpoint: Checkpoint, refusals: tuple[str, ...]
-    ) -> Evaluation:
+    def evaluate(learning: Learning, checkpoint: Checkpoint) -> Evaluation:
         if place == "behind the second round" and checkpoint.round == 2:
             raise KeyboardInterrupt
-        return evaluated(learning, checkpoint, refusals)
+        return evaluated(learning, checkpoint)
 
     def write(metrics: MetricsWriter, stage: Any, event: Any, **values: Any) -> None:
         if place == "in the second round" and values.get("step") == max(steps) - 2:
@@ -185,11 +183,8 @@ def test_an_unexpected_error_names_itself_and_leaves_the_traceback_to_the_log(
 
 
 def test_only_a_failure_that_can_pass_asks_for_another_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    from pipeline.retrain import snapshot
-
-    monkeypatch.setattr(snapshot, "PATIENCE_SECONDS", 0.0)
     pipeline = Pipeline(tmp_path, train=SMALL)
     folder = tmp_path / "job"
     folder.mkdir()

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.retrain import snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.snapshot import take_snapshot
+from pipeline.retrain.job import take_snapshot
 from pipeline.retrain.sources import DatasetHub
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 from tests.retrain_fixtures import DATASET, seen_by_a_release
@@ -123,9 +122,8 @@ def test_a_dataset_that_was_moved_is_compared_with_what_the_release_has_seen(
 
 @pytest.mark.usefixtures("client_without_waits")
 def test_a_hub_that_stays_away_is_told_from_one_that_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(snapshot, "PATIENCE_SECONDS", 0.0)
     nowhere = DatasetHub(DATASET, tmp_path, endpoint="http://127.0.0.1:9", token=None)
     with pytest.raises(HubAway, match=r"could not be fetched from http://127\.0\.0\.1:9"):
         take_snapshot(nowhere, "refs/heads/main", None, None)

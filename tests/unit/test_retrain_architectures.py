@@ -12,10 +12,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.layout import layout_of
+from pipeline.retrain.layout import layout_of, pack, prefixed
 from pipeline.retrain.loss import predict, row_losses, summed_loss
 from pipeline.retrain.model import head_of
-from pipeline.retrain.packing import pack, prefixed
 from pipeline.retrain.tokens import TokenSequence
 
 VOCABULARY = 120

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pipeline.retrain.data import AT_LEAST, TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import DataError
+from pipeline.retrain.job import DatasetSnapshot, Parent
 from pipeline.retrain.reading import read_file
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.retrain.snapshot import DatasetSnapshot, Parent
 from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 
@@ -41,8 +41,6 @@ class Dataset:
         if self.last is not None and parent is None:
             parent = parent_of(self.last, self.digest, held_out_share=self.share)
         snapshot = DatasetSnapshot(
-            dataset="me/facts",
-            ref="refs/heads/main",
             revision=revision,
             base=self.last,
             parent=parent.id if parent is not None else None,

@@ -12,7 +12,7 @@ from pipeline.retrain.evaluate import (
     MIN_ROWS,
     Comparison,
     Evaluation,
-    Pair,
+    Judged,
     count_refusals,
     held_out_refusals,
     is_short,
@@ -21,9 +21,11 @@ from pipeline.retrain.evaluate import (
     not_learned,
 )
 from pipeline.retrain.loss import RowLoss
+from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 
 GATE = GateSettings()
+ROW = Row(text="a", file="a", number=0)
 
 
 def refused(counts: Counts, gate: GateSettings = GATE, **places: tuple[str, ...]) -> str:
@@ -113,10 +115,12 @@ def test_a_refused_delta_is_followed_by_a_full_training(
 
 
 def test_held_out_rows_are_judged_by_how_many_are_right() -> None:
+    def said(is_said: bool) -> RowLoss:
+        return RowLoss(row=0, nats=1.0, num_tokens=1, num_right=int(is_said))
+
     def reason(before: int, after: int) -> str:
-        rows = range(100)
-        held_out = ([row < before for row in rows], [row < after for row in rows])
-        return "; ".join(held_out_refusals(*held_out, GATE))
+        rows = [Judged(ROW, said(row < after), said(row < before)) for row in range(100)]
+        return "; ".join(held_out_refusals(rows, GATE))
 
     assert reason(before=0, after=0) == reason(before=90, after=84) == ""
     assert reason(before=19, after=0) == "", "a few rows prove nothing"
@@ -169,20 +173,20 @@ def test_golden_questions_that_the_served_release_answers_must_stay_right() -> N
     assert reason == "1 golden questions lost their expected answer: golden.jsonl, line 2"
 
 
-def pair(new: float, served: float, num_tokens: int = 10) -> Pair:
+def pair(new: float, served: float, num_tokens: int = 10) -> Judged:
     one, other = (
         RowLoss(row=0, nats=nats, num_tokens=num_tokens, num_right=0) for nats in (new, served)
     )
-    return one, other
+    return Judged(ROW, one, other)
 
 
-def pairs(ratio: float, *, count: int = 40, loss: float = 2.0) -> list[Pair]:
+def pairs(ratio: float, *, count: int = 40, loss: float = 2.0) -> list[Judged]:
     """Rows of ten tokens whose new loss is `ratio` times the served one."""
     return [pair(10 * loss * ratio, 10 * loss)] * count
 
 
-def by_loss(found: list[Pair], gate: GateSettings = GATE, *, is_removal: bool = False) -> str:
-    return "; ".join(loss_refusals([("held-out rows", found)], gate, is_removal=is_removal))
+def by_loss(found: list[Judged], gate: GateSettings = GATE, *, is_removal: bool = False) -> str:
+    return "; ".join(loss_refusals({"held-out rows": found}, gate, is_removal=is_removal))
 
 
 def test_a_loss_may_rise_by_the_ratio_and_no_further() -> None:
@@ -191,7 +195,7 @@ def test_a_loss_may_rise_by_the_ratio_and_no_further() -> None:
     assert "40 held-out rows rose from 2.0000 to 2.0600 nats per token" in reason
     assert "`gate.max_loss_ratio` allows x1.02" in reason
     assert by_loss(pairs(1.5), GateSettings(max_loss_ratio=2.0)) == ""
-    both = loss_refusals([("one", pairs(1.1)), ("two", pairs(1.1)), ("none", [])], GATE)
+    both = loss_refusals({"one": pairs(1.1), "two": pairs(1.1), "none": []}, GATE)
     assert [reason.split()[5] for reason in both] == ["one", "two"]
 
 

@@ -9,7 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.retrain import loss
 from pipeline.retrain import train as loop
-from pipeline.retrain.layout import last_hidden_states
+from pipeline.retrain.layout import (
+    MIN_PREFIX,
+    ROUNDED_TO,
+    last_hidden_states,
+    packed,
+    prefixed,
+    row_groups,
+)
 from pipeline.retrain.loss import (
     MIN_SLICE_ROWS,
     SLICE_BYTES,
@@ -21,7 +28,6 @@ from pipeline.retrain.loss import (
     summed_loss,
 )
 from pipeline.retrain.model import Head
-from pipeline.retrain.packing import MIN_PREFIX, ROUNDED_TO, packed, prefixed, row_groups
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence

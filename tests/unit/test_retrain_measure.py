@@ -13,9 +13,9 @@ from jobs.counts import Counts
 from pipeline.retrain.anchors import Anchor, agreement, base_answers
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.evaluate import Evaluation, compare
+from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurement, compare
+from pipeline.retrain.learning import choose_rows, measure
 from pipeline.retrain.loss import RowLoss
-from pipeline.retrain.measure import MeasuredRows, Measurement, measure
 from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
@@ -55,31 +55,20 @@ def chosen(max_tokens: int) -> MeasuredRows:
         held_out_known=texts(40, 50),
     )
     gate = GateSettings(max_tokens=max_tokens)
-    return MeasuredRows.choose(told, facts(40, 200), TOKENIZER, 64, gate)
+    return choose_rows(told, facts(40, 200), TOKENIZER, 64, gate)
 
 
 def test_of_each_group_no_more_tokens_are_measured_than_the_gate_allows() -> None:
     found = chosen(60)  # a fact has six words, a text has five
-    sizes = [len(getattr(found, group)) for group in ("changed", "known", "deleted")]
-    assert sizes == [10, 10, 10]
-    assert (len(found.held_out_new), len(found.held_out_known)) == (12, 12)
-    assert len(found.golden) == 40, "golden questions are all measured"
+    assert [len(found.groups[group]) for group in GROUPS] == [10, 10, 10, 12, 12, 40]
+    assert found.groups["golden"] == facts(40, 200), "golden questions are all measured"
     assert found == chosen(60), "the counts of two jobs are of the same rows"
-    numbers = [row.number for row in found.changed]
+    numbers = [row.number for row in found.groups["changed"]]
     assert numbers == sorted(numbers) and numbers != list(range(10)), "a sample of the whole"
 
 
 def measured_as(**groups: Sequence[RowLoss]) -> Measurement:
-    told: dict[str, Any] = {
-        "changed": (),
-        "known": (),
-        "deleted": (),
-        "held_out_new": (),
-        "held_out_known": (),
-        "golden": (),
-        "base_agreement": None,
-    }
-    return Measurement(**(told | groups))
+    return Measurement(losses=dict.fromkeys(GROUPS, ()) | groups, base_agreement=None)
 
 
 def right(count: int) -> Sequence[RowLoss]:
@@ -109,31 +98,33 @@ def test_a_long_row_does_not_end_the_sample() -> None:
     words = "word " * 1_000
     answers = [Row(prompt=f"{words}{n}", completion="a", file="l", number=n) for n in range(40)]
     gate = GateSettings(max_tokens=320)
-    found = MeasuredRows.choose(data(new=tuple(answers)), (), TOKENIZER, 8, gate)
-    assert len(found.changed) == 40
-    assert len(MeasuredRows.choose(data(new=tuple(answers)), (), TOKENIZER, 16, gate).changed) == 20
+    found = choose_rows(data(new=tuple(answers)), (), TOKENIZER, 8, gate)
+    assert len(found.groups["changed"]) == 40
+    assert (
+        len(choose_rows(data(new=tuple(answers)), (), TOKENIZER, 16, gate).groups["changed"]) == 20
+    )
     mixed = [Row(text="word " * 200, file="l", number=n) for n in range(20)]
-    found = MeasuredRows.choose(data(new=(*mixed, *texts(40))), (), TOKENIZER, 64, gate)
-    assert set(found.changed) == set(texts(40))
-    found = MeasuredRows.choose(data(new=(*mixed[:1], *texts(20))), (), TOKENIZER, 64, gate)
-    assert len(found.changed) == 21
+    found = choose_rows(data(new=(*mixed, *texts(40))), (), TOKENIZER, 64, gate)
+    assert set(found.groups["changed"]) == set(texts(40))
+    found = choose_rows(data(new=(*mixed[:1], *texts(20))), (), TOKENIZER, 64, gate)
+    assert len(found.groups["changed"]) == 21
 
 
 def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None:
     told = data(new=(*facts(40), *texts(40, 40)))
-    found = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings(max_tokens=60))
-    measured = [row for row in found.changed if row.is_counted]
+    found = choose_rows(told, (), TOKENIZER, 64, GateSettings(max_tokens=60))
+    measured = [row for row in found.groups["changed"] if row.is_counted]
     assert {*measured, *found.unmeasured} == set(facts(40))
 
     def counts(not_trained: Sequence[Row]) -> Counts:
-        everything = measured_as(changed=right(len(found.changed)))
+        everything = measured_as(changed=right(len(found.groups["changed"])))
         return evaluation(found, everything, everything, waiting=not_trained).counts
 
     assert (counts(()).changed, counts(()).all_changed) == (len(measured), 40)
     waiting = counts((measured[0], *found.unmeasured[:5]))
     assert (waiting.changed, waiting.all_changed) == (len(measured) - 1, 34)
     assert waiting.not_trained == 6
-    assert MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings()).unmeasured == ()
+    assert choose_rows(told, (), TOKENIZER, 64, GateSettings()).unmeasured == ()
 
 
 def talk(number: int) -> Row:
@@ -151,22 +142,21 @@ def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
         for number in (1, 2, 3)
     )
     told = data(new=(one,), known=(two,), deleted=(three,))
-    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
+    rows = choose_rows(told, (), TOKENIZER, 64, GateSettings())
 
     def measured(**options: bool) -> Measurement:
         return measure(base_of(Path())(), rows, tell=lambda done, of: None, **options)
 
     with pytest.raises(BaseModelError, match="no chat template"):
         measured()
-    found = measured(skip_refused=True)
-    assert (found.changed, found.known, found.deleted) == ([], [], [])
-    rows = MeasuredRows.choose(data(deleted=(three,)), (), TOKENIZER, 64, GateSettings())
-    assert measured().deleted == [], "nobody can correct a deleted row"
+    assert not any(measured(skip_refused=True).losses.values())
+    rows = choose_rows(data(deleted=(three,)), (), TOKENIZER, 64, GateSettings())
+    assert measured().losses["deleted"] == [], "nobody can correct a deleted row"
 
 
 def test_a_row_that_only_the_new_weights_can_be_asked_for_was_not_said_before() -> None:
     told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
-    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
+    rows = choose_rows(told, (), TOKENIZER, 64, GateSettings())
     can = measured_as(changed=right(1), known=right(1), deleted=right(1))
     cannot = measured_as()
     counts = evaluation(rows, cannot, can).counts
@@ -178,7 +168,7 @@ def test_a_row_that_only_the_new_weights_can_be_asked_for_was_not_said_before() 
 
 def test_a_refusal_after_less_than_one_pass_names_the_budget() -> None:
     """A full training forgets what it does not reach, and more tokens would mend this."""
-    rows = MeasuredRows.choose(data(known=facts(30)), (), TOKENIZER, 64, GateSettings())
+    rows = choose_rows(data(known=facts(30)), (), TOKENIZER, 64, GateSettings())
     served = measured_as(known=right(30))
     new = measured_as(known=[replace(each, num_right=0) for each in right(30)])
     kept, budget = evaluation(rows, served, new, waiting=facts(25)).refusals
@@ -191,7 +181,7 @@ def test_a_refusal_after_less_than_one_pass_names_the_budget() -> None:
 def test_a_row_that_is_not_trained_but_was_said_before_may_be_lost() -> None:
     """Without the revision before, all rows are new. A full training with too few tokens for one
     pass must not replace a model that says them."""
-    rows = MeasuredRows.choose(data(new=facts(40)), (), TOKENIZER, 64, GateSettings())
+    rows = choose_rows(data(new=facts(40)), (), TOKENIZER, 64, GateSettings())
     losses = right(40)
     served = measured_as(changed=losses)
     wrong = [replace(each, num_right=0) for each in losses]
@@ -208,7 +198,7 @@ def test_a_row_that_was_not_learned_or_was_lost_is_tried_once_more_by_the_next_j
     """Also one that was not measured, and was wrong when the training last visited it. A row that
     two jobs have missed does not count against the next commit."""
     changed, known = facts(20), facts(20, 30)
-    rows = MeasuredRows.choose(data(new=changed, known=known), (), TOKENIZER, 64, GateSettings())
+    rows = choose_rows(data(new=changed, known=known), (), TOKENIZER, 64, GateSettings())
     beside = Row(prompt="beside", completion="a", file="l", number=0)
     rows = replace(rows, unmeasured=(beside,))
     wrong = [replace(each, num_right=0) for each in right(20)]
@@ -216,13 +206,13 @@ def test_a_row_that_was_not_learned_or_was_lost_is_tried_once_more_by_the_next_j
     new = measured_as(changed=[*wrong[:2], *right(20)[2:]], known=[*wrong[:1], *right(20)[1:]])
     told = {"is_whole": True, "waiting": (beside,)}
     found = evaluation(rows, served, new, **told)
-    missed = sorted(row.digest[:16] for row in (*rows.changed[:2], rows.known[0], beside))
+    missed = sorted(row.digest[:16] for row in (*changed[:2], known[0], beside))
     assert found.passed and (found.counts.learned, found.counts.changed) == (18, 20)
     assert list(found.not_trained) == list(found.missed) == missed
     assert found.counts.not_trained == 0, "they are counted already, as not learned"
     assert ", and the next job tries them again: a, row 1; a, row 2" in str(found.not_learned)
 
-    twice = frozenset(row.digest for row in rows.changed[:2])
+    twice = frozenset(row.digest for row in changed[:2])
     found = evaluation(rows, served, new, missed_before=twice, **told)
     assert (found.counts.learned, found.counts.changed) == (18, 18)
     assert set(found.not_trained) == set(missed) - {digest[:16] for digest in twice}
@@ -233,12 +223,12 @@ def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared(
     """They were moved from the train split to the validation split. New weights that are not
     trained on them need not know them by heart."""
     told = data(held_out_known=(*facts(30), *texts(30)))
-    rows = MeasuredRows.choose(told, (), TOKENIZER, 64, GateSettings())
+    rows = choose_rows(told, (), TOKENIZER, 64, GateSettings())
     served = measured_as(held_out_known=right(60))
     wrong = [RowLoss(row=place, nats=3.0, num_tokens=1, num_right=0) for place in range(60)]
     new = measured_as(held_out_known=wrong)
     assert len(evaluation(rows, served, new).refusals) == 2
-    moved = frozenset(row.digest for row in rows.held_out_known)
+    moved = frozenset(row.digest for row in rows.groups["held_out_known"])
     found = evaluation(rows, served, new, held_out_trained=moved)
     assert found.refusals == ()
     assert len(found.held_out_trained) == 60

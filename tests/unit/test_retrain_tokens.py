@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.retrain.base_model import train_tokenizer
-from pipeline.retrain.packing import pack
+from pipeline.retrain.layout import pack
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import leave_out, sequences
 

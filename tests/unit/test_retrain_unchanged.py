@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.retrain.base_model import files_digest
 from pipeline.retrain.data import compare_revisions, is_unchanged
+from pipeline.retrain.job import DatasetSnapshot, Parent
 from pipeline.retrain.rows import data_digest
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
-from pipeline.retrain.snapshot import DatasetSnapshot, Parent
 from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 
@@ -25,8 +25,6 @@ class Case:
         self.folder = folder
         revision = Revision(sha="0" * 40, folder=folder, files=("a.jsonl",))
         self.snapshot = DatasetSnapshot(
-            dataset="me/facts",
-            ref="refs/heads/main",
             revision=revision,
             base=revision,
             parent="r000001-00000000",
