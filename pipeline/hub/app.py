@@ -135,25 +135,18 @@ def create_app(
     api = FastAPI(
         openapi_url=None,
         redirect_slashes=False,
-        exception_handlers={
-            **http_json.EXCEPTION_HANDLERS,
-            pages.LoginNeeded: pages.on_login_needed,
-        },
+        exception_handlers=http_json.EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the probes, the
-    # check of a README, the form of the login, the pages, and a grant (`cipher.py`) in a URL or as
-    # an access token of Xet.
-    for open_router in (
-        *(probes, commits.checks, pages.login, pages.pages),
-        *(large_files.transfers, large_files.xet),
-    ):
+    # check of a README, and a grant (`cipher.py`) in a URL or as an access token of Xet.
+    for open_router in (probes, commits.checks, large_files.transfers, large_files.xet):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.
     for router in (
-        *(contents.lists, administration.router, webhooks.router, commits.router),
+        *(contents.lists, administration.router, webhooks.router, pages.router, commits.router),
         *(repositories.router, discussions.router, large_files.router, git_http.router),
         *(contents.api, contents.files, others),
     ):

@@ -1,5 +1,5 @@
 """Encrypts secrets, and makes grants: texts that a client sends instead of a token, such as the
-signature of a URL or the cookie of a browser."""
+signature of a URL."""
 
 import json
 
@@ -41,11 +41,11 @@ class Cipher:
         """A text that allows what the facts say, such as a method, a path and a size."""
         return self._fernet.encrypt(json.dumps(facts).encode()).decode()
 
-    def read_grant(self, text: str, *, seconds: int = GRANT_SECONDS) -> list[str] | None:
+    def read_grant(self, text: str) -> list[str] | None:
         """The facts of a grant. None if the hub did not make this text, or made it more than
-        `seconds` ago."""
+        `GRANT_SECONDS` ago."""
         try:
-            facts: list[str] = json.loads(self._fernet.decrypt(text.encode(), ttl=seconds))
+            facts: list[str] = json.loads(self._fernet.decrypt(text.encode(), ttl=GRANT_SECONDS))
         except (InvalidToken, ValueError):  # a stored secret is no JSON
             return None
         return facts

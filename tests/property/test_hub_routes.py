@@ -173,7 +173,6 @@ five_parts = st.lists(parts, min_size=5, max_size=5)
 @example("POST", "/api/{}", [""] * 5, float("inf"), {})
 @example("GET", "/api/settings/webhooks/{}", ["\x00"] * 5, b"", {})
 @example("GET", "/api/datasets/{}/{}/{}/{}", ["local", "facts", "tree", "\x00", ""], b"", {})
-@example("POST", "/settings/login", ["x"] * 5, b"token=%ff", {})
 def test_no_request_makes_the_hub_fail(
     hub: RunningHub,
     client: httpx.Client,
