@@ -115,7 +115,6 @@ def create_app(
                 repositories=repositories,
                 log=log,
                 cipher=cipher,
-                launcher=launcher,
                 metrics=metrics,
                 token=token,
                 jobs_store=jobs_store,

@@ -154,18 +154,6 @@ class JobLauncher:
     """The runner that starts the copies has the same Fernet key, so it can decrypt the webhook's
     secret, which they get as `WEBHOOK_SECRET`."""
 
-    def describe(self, job_id: str) -> dict[str, object]:
-        """Describes the job to copy, in the form that `huggingface_hub` parses. Raises
-        JobNotFound."""
-        spec = self.store.get(job_id).spec
-        return {
-            "sourceId": job_id,
-            "command": list(spec.command),
-            "environment": spec.env,
-            "labels": spec.labels,
-            "timeout": spec.resources.timeout_seconds,
-        }
-
     def launch(self, due: Due, webhook: StoredWebhook) -> dict[str, Any]:
         """Submits the copy. The result looks like that of `post`: 202 with the copy's id. For a
         repeated delivery, this is the id of the copy that was submitted first. Raises JobError and

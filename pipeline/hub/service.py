@@ -26,7 +26,6 @@ from jobs.job import PREFIX
 from jobs.store import JobStore
 from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database, open_database, read_only
-from pipeline.hub.deliveries import JobLauncher
 from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound
 from pipeline.hub.events import EventLog
@@ -108,7 +107,6 @@ class Hub:
     repositories: Repositories
     log: EventLog
     cipher: Cipher
-    launcher: JobLauncher
     metrics: HubMetrics
     token: str = field(repr=False)
     """The hub's own token."""

@@ -1,7 +1,6 @@
 """API routes for webhooks, which are those of `HfApi` of `huggingface_hub`, and for deliveries:
 they list deliveries, replay one, or send a test event."""
 
-import contextlib
 import difflib
 import time
 from collections.abc import Collection, Iterator
@@ -64,7 +63,7 @@ def _checked(
         if body.url is not None:
             raise BadRequest("`url` and `jobSourceId` are both set: set only one of them.")
         try:
-            hub.launcher.describe(body.jobSourceId)
+            hub.jobs_store.get(body.jobSourceId)
         except JobNotFound as error:
             raise BadRequest(str(error)) from None
     watched = tuple(item.with_owner(hub.settings.owner) for item in body.watched)
@@ -192,9 +191,6 @@ def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> dict
         described["url"] = webhook.url
     else:
         described["job"] = {"sourceId": webhook.job_id}
-        # If the job does not exist any more, the answer has only its id.
-        with contextlib.suppress(JobNotFound):
-            described["job"] = hub.launcher.describe(webhook.job_id)
     present = [repository.name for repository in hub.repositories.all(connection)]
     # Not an error, because somebody may create the repository later.
     if warnings := [reason for item in webhook.watched for reason in _in_vain(item, present)]:
