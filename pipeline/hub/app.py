@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from cryptography.fernet import Fernet
 from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client import generate_latest
 from sqlalchemy import text
@@ -18,15 +19,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
-from pipeline.hub import http_json, outbox
-from pipeline.hub.cipher import Cipher
+from pipeline.hub import http_json
 from pipeline.hub.database import check_database, open_database
-from pipeline.hub.deliveries import Deliverer, JobLauncher
+from pipeline.hub.deliveries import Deliverer, HubMetrics
 from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events import EventLog, owner_id, reconcile, reconcile_at_start
 from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.http_json import Json
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.routes import (
     administration,
@@ -50,6 +49,7 @@ from pipeline.hub.service import (
     only_hub_in,
 )
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import prune
 from receiver import listen
 from serving.http.requests import BodiesInFlight
 from serving.http.server import Server, http_config
@@ -91,8 +91,13 @@ def create_app(
             "The hub's own token is empty, and with an empty token anybody could push: give the "
             "hub a token."
         )
-    cipher = Cipher(secret_key)
-    launcher = JobLauncher(store=jobs_store, cipher=cipher, secret_key=secret_key)
+    try:
+        Fernet(secret_key)
+    except ValueError as error:
+        raise HubError(
+            f"The hub's secret key is not a Fernet key ({error}): give 32 random bytes in URL-safe "
+            "base64."
+        ) from None
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
@@ -103,7 +108,7 @@ def create_app(
         with only_hub_in(root):
             database = open_database(database_path(root))
             metrics = HubMetrics()
-            deliverer = Deliverer(database, settings, cipher, metrics, launcher)
+            deliverer = Deliverer(database, settings, secret_key, metrics, jobs_store)
             log = EventLog(database=database, hub_url=settings.url)
             repositories = Repositories(root.absolute())
             await reconcile_at_start(repositories, log)
@@ -114,7 +119,6 @@ def create_app(
                 database=database,
                 repositories=repositories,
                 log=log,
-                cipher=cipher,
                 metrics=metrics,
                 token=token,
                 jobs_store=jobs_store,
@@ -139,7 +143,7 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the probes, the
-    # check of a README, and a grant (`cipher.py`) in a URL or as an access token of Xet.
+    # check of a README, and a grant in a URL or as an access token of Xet.
     for open_router in (probes, commits.checks, large_files.transfers, large_files.xet):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
@@ -185,7 +189,7 @@ async def _keep_up(settings: HubSettings, repositories: Repositories, log: Event
         except Exception:
             logger.exception("cannot look for refs that moved")
         try:
-            await run_in_threadpool(outbox.prune, log.database, settings.keep_deliveries_days)
+            await run_in_threadpool(prune, log.database, settings.keep_deliveries_days)
         except Exception:
             logger.exception("cannot remove old deliveries")
 

@@ -1,46 +1,116 @@
-"""Sends the deliveries that `outbox.py` stores. For each webhook, one task sends the head of its
+"""Sends the deliveries that `webhooks.py` stores. For each webhook, one task sends the head of its
 queue, so a slow receiver delays only its own deliveries.
 
 A delivery is posted to the webhook's URL, with the headers of https://www.standardwebhooks.com and
 of the Hugging Face Hub. The host is resolved once per attempt, and the connection goes to exactly
 the address that was checked. So it does not matter if the name gets another address after the
-check. A webhook may start a job instead: then a copy of the webhook's job is submitted, with the
-payload in its environment.
+check. Link-local, multicast and metadata addresses are refused: a metadata service gives the
+credentials of this machine to every process on it. Addresses of loopback and of private networks
+are allowed, because the receivers are usually there.
+
+A webhook may start a job instead: then a copy of the webhook's job is submitted, with the payload
+in its environment.
 """
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
+import socket
 import ssl
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import httpx
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from jobs.errors import JobError
 from jobs.job import Delivery
-from jobs.sealed import seal
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
-from pipeline.hub import outbox
-from pipeline.hub.cipher import Cipher
+from pipeline.hub import webhooks
 from pipeline.hub.database import Database
 from pipeline.hub.errors import HubError
-from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.outbox import Attempt, Due
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import Address, StoredWebhook, resolve
+from pipeline.hub.webhooks import Attempt, Due, StoredWebhook
 from receiver.payload import PING, WebhookPayload
 from receiver.verify import is_signing_secret, signer
 from receiver.webhooks import WebhookStatus
 
 logger = logging.getLogger(__name__)
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# Addresses of cloud metadata services that are not link-local.
+_METADATA = frozenset(
+    ipaddress.ip_address(text)
+    for text in (
+        "fd00:ec2::254",  # Amazon
+        "fd00:ec2::23",  # Amazon, for pods of EKS
+        "fd20:ce::254",  # Google
+        "100.100.100.200",  # Alibaba
+        "168.63.129.16",  # Azure
+        "192.0.0.192",  # Oracle
+    )
+)
+# Names are looked up in separate threads, because a name server that does not answer blocks a
+# thread for half a minute.
+_resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolve")
+_NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
+
+
+def is_forbidden(address: Address) -> bool:
+    """Whether no webhook may call this address. An IPv6 address is also forbidden if it contains
+    a forbidden IPv4 address."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if any(address in network for network in _NAT64):
+            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if any(each is not None and is_forbidden(each) for each in inner):
+            return True
+        # Remove the zone (`%eth0`): an address with a zone equals none in `_METADATA`.
+        address = ipaddress.IPv6Address(int(address))
+    return address.is_link_local or address.is_multicast or address in _METADATA
+
+
+def check_literal(host: str) -> None:
+    """Raises ValueError if `host` is an address, not a name, and no webhook may call it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return
+    if is_forbidden(address):
+        raise ValueError(_refusal(host, address))
+
+
+async def resolve(host: str, port: int) -> tuple[Address, ...]:
+    """All addresses of `host`, which may also be an address, in the order in which to try them.
+
+    Raises HubError if `host` has no address, or if any of its addresses is forbidden. A name
+    that has a forbidden address cannot be trusted, even if its other addresses are allowed.
+    """
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    try:
+        answers = await asyncio.get_running_loop().run_in_executor(_resolvers, look_up)
+    except (OSError, UnicodeError) as error:
+        raise HubError(f"{host!r} has no address ({error}): check the URL.") from None
+    found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
+    for address in found:
+        if is_forbidden(address):
+            raise HubError(_refusal(host, address))
+    return found
+
+
+def _refusal(host: str, address: Address) -> str:
+    leads = "is" if host == str(address) else f"leads to {address},"
+    return f"{host} {leads} a link-local, multicast or metadata address: no webhook may call it"
 
 
 async def post(due: Due, url: str, secret: str | None, *, timeout_seconds: float) -> dict[str, Any]:
@@ -141,42 +211,34 @@ async def _head(response: httpx.Response) -> str:
     body = b""
     async for chunk in response.aiter_bytes():
         body += chunk
-        if len(body) >= outbox.HEAD_CHARACTERS:
+        if len(body) >= webhooks.HEAD_CHARACTERS:
             break
-    return body.decode(errors="replace")[: outbox.HEAD_CHARACTERS]
+    return body.decode(errors="replace")[: webhooks.HEAD_CHARACTERS]
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobLauncher:
-    store: JobStore
-    cipher: Cipher
-    secret_key: bytes
-    """The runner that starts the copies has the same Fernet key, so it can decrypt the webhook's
-    secret, which they get as `WEBHOOK_SECRET`."""
-
-    def launch(self, due: Due, webhook: StoredWebhook) -> dict[str, Any]:
-        """Submits the copy. The result looks like that of `post`: 202 with the copy's id. For a
-        repeated delivery, this is the id of the copy that was submitted first. Raises JobError and
-        HubError."""
-        assert webhook.job_id is not None
-        source = self.store.get(webhook.job_id).spec
-        payload = WebhookPayload.model_validate_json(due.payload)
-        answer: dict[str, object] = {"pong": True}
-        if payload.event.scope != PING:
-            secret = self.cipher.decrypt(webhook.encrypted_secret)
-            copy = source.model_copy(
-                update={
-                    "sealed_env": secret and seal({"WEBHOOK_SECRET": secret}, self.secret_key),
-                    "revisions": _revisions(source, payload),
-                    "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id},
-                }
-            )
-            # The store recognises a repeated delivery by its id. A forced replay has a new id, so
-            # it starts another job.
-            delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id)
-            job = self.store.submit(copy, payload=json.loads(due.payload), delivery=delivery)
-            answer = {"job": job.id}
-        return {"response_status": 202, "response_head": json.dumps(answer)}
+def start_copy(store: JobStore, due: Due, webhook: StoredWebhook) -> dict[str, Any]:
+    """Submits a copy of the webhook's job. The result looks like that of `post`: 202 with the id of
+    the copy. For a repeated delivery, this is the id of the copy that was submitted first. Raises
+    JobError."""
+    assert webhook.job_id is not None
+    source = store.get(webhook.job_id).spec
+    payload = WebhookPayload.model_validate_json(due.payload)
+    answer: dict[str, object] = {"pong": True}
+    if payload.event.scope != PING:
+        copy = source.model_copy(
+            update={
+                # The runner has the hub's key, and decrypts this when it starts the copy.
+                "sealed_env": webhook.encrypted_secret,
+                "revisions": _revisions(source, payload),
+                "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id},
+            }
+        )
+        # The store recognises a repeated delivery by its id. A forced replay has a new id, so it
+        # starts another job.
+        delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id)
+        job = store.submit(copy, payload=json.loads(due.payload), delivery=delivery)
+        answer = {"job": job.id}
+    return {"response_status": 202, "response_head": json.dumps(answer)}
 
 
 def _revisions(source: JobSpec, payload: WebhookPayload) -> RevisionRange | None:
@@ -193,6 +255,33 @@ def _revisions(source: JobSpec, payload: WebhookPayload) -> RevisionRange | None
                 new_sha=update.newSha,
             )
     return None
+
+
+class HubMetrics:
+    """The metrics of a hub. Each has a registry of its own, so that two hubs in one process do not
+    mix their metrics."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.deliveries = Counter(
+            "hub_delivery_attempts",
+            "Attempts to deliver by result",
+            ["result"],
+            registry=self.registry,
+        )
+        self.worker_failures = Counter(
+            "hub_worker_failures",
+            "Unexpected errors of the deliverer by worker (dispatcher, webhook, attempt); "
+            "deliveries went on after each error",
+            ["worker"],
+            registry=self.registry,
+        )
+        self.delivery_seconds = Histogram(
+            "hub_delivery_seconds",
+            "Seconds from the event, or from a replay, to the 2xx answer",
+            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30, 300, 3600),
+            registry=self.registry,
+        )
 
 
 BROKEN_OFF_SECONDS = 1.0
@@ -216,9 +305,9 @@ class Deliverer:
 
     database: Database
     settings: HubSettings
-    cipher: Cipher
+    secret_key: bytes
     metrics: HubMetrics
-    launcher: JobLauncher
+    jobs_store: JobStore
     _dispatcher: asyncio.Task[None] | None = None
     _more: asyncio.Event = field(default_factory=asyncio.Event)
     _sending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -288,15 +377,15 @@ class Deliverer:
 
     def _read_queues(self) -> dict[str, float]:
         with self.database.read() as connection:
-            return outbox.queues(connection)
+            return webhooks.queues(connection)
 
     def _read_head(self, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
         with self.database.read() as connection:
-            return outbox.head(connection, webhook_id)
+            return webhooks.head(connection, webhook_id)
 
     def _settle(self, due: Due, webhook: StoredWebhook, attempt: Attempt) -> None:
         with self.database.write() as connection:
-            status, change = outbox.settle(connection, due, webhook, attempt, self.settings)
+            status, change = webhooks.settle(connection, due, webhook, attempt, self.settings)
         # Not by the status alone: a delivery that was taken is pending if a person replayed it
         # during the attempt.
         result = "delivered" if attempt.succeeded else "failed" if status == "pending" else "dead"
@@ -326,12 +415,12 @@ class Deliverer:
         """Makes one attempt. Never raises: any error becomes the `error` of the attempt."""
         started_at, clock = time.time(), time.perf_counter()
         try:
+            secret = webhook.secret(self.secret_key)
             if webhook.url is not None:
-                secret = self.cipher.decrypt(webhook.encrypted_secret)
                 timeout_seconds = self.settings.delivery_timeout_seconds
                 ending = await post(due, webhook.url, secret, timeout_seconds=timeout_seconds)
             else:
-                ending = await asyncio.to_thread(self.launcher.launch, due, webhook)
+                ending = await asyncio.to_thread(start_copy, self.jobs_store, due, webhook)
         except (HubError, JobError) as failure:
             ending = {"error": str(failure)}
         except Exception as failure:

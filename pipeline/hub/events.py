@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import Connection, insert
 
 from jobs.job import COMMITTER_DOMAIN
-from pipeline.hub import outbox
 from pipeline.hub.database import Database
 from pipeline.hub.database import events as table
 from pipeline.hub.discussions import Discussion, DiscussionEvent
@@ -35,7 +34,7 @@ from pipeline.hub.repositories import (
     ref_changes,
     remember,
 )
-from pipeline.hub.webhooks import StoredWebhook, list_webhooks
+from pipeline.hub.webhooks import StoredWebhook, list_webhooks, put
 from receiver import payload as wire
 from receiver.rules import DEFAULT_BRANCH
 from receiver.webhooks import Domain
@@ -173,7 +172,7 @@ class EventLog:
         ids = []
         for webhook in webhooks:
             payload = compose(event, repository, webhook.id, self.hub_url, head_sha)
-            ids.append(outbox.put(connection, webhook.id, seq, payload))
+            ids.append(put(connection, webhook.id, seq, payload))
         return ids
 
 

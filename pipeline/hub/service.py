@@ -24,13 +24,12 @@ from starlette.requests import Request
 
 from jobs.job import PREFIX
 from jobs.store import JobStore
-from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import Database, open_database, read_only
+from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound
 from pipeline.hub.events import EventLog
 from pipeline.hub.garbage import NeededCommits
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import (
     REPOSITORY_TYPES,
     RefChange,
@@ -106,13 +105,12 @@ class Hub:
     database: Database
     repositories: Repositories
     log: EventLog
-    cipher: Cipher
     metrics: HubMetrics
     token: str = field(repr=False)
     """The hub's own token."""
     jobs_store: JobStore
     secret_key: bytes = field(repr=False)
-    """Signs the tokens of jobs."""
+    """A Fernet key: encrypts secrets, and signs the tokens of jobs and the URLs of large files."""
     needed_commits: NeededCommits | None
     """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
     None, the hub does not know these commits, so it keeps every commit."""

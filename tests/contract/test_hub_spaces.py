@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from pipeline.hub.cipher import Cipher
+from jobs.sealed import unseal
 from tests.hub_fixtures import SECRET_KEY, RunningHub, recording_receiver, running_hub
 
 SPACE = "ada/receiver"
@@ -27,11 +27,11 @@ def space(hub: RunningHub) -> Iterator[HfApi]:
     hub.api.delete_repo(SPACE, repo_type="space")
 
 
-def stored(hub: RunningHub) -> dict[str, str | None]:
+def stored(hub: RunningHub) -> dict[str, str]:
     """The decrypted secrets of all Spaces."""
     with closing(sqlite3.connect(hub.root / "hub.sqlite")) as connection:
         rows = connection.execute("SELECT key, encrypted_value FROM space_secrets").fetchall()
-    return {key: Cipher(SECRET_KEY).decrypt(sealed) for key, sealed in rows}
+    return {key: unseal(sealed, SECRET_KEY)[key] for key, sealed in rows}
 
 
 def test_secrets_are_stored_encrypted(hub: RunningHub, space: HfApi) -> None:

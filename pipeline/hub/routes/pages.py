@@ -14,9 +14,8 @@ from starlette.responses import Response
 from starlette.templating import Jinja2Templates
 
 from pipeline.hub.http_json import iso_time
-from pipeline.hub.outbox import list_deliveries
 from pipeline.hub.service import HubOf, person
-from pipeline.hub.webhooks import get_webhook, list_webhooks
+from pipeline.hub.webhooks import get_webhook, list_deliveries, list_webhooks
 
 NUM_SHOWN = 50
 

@@ -15,6 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from jobs.sealed import seal
 from pipeline.hub.commits import first_commit
 from pipeline.hub.contents import resolve_revision
 from pipeline.hub.database import space_secrets
@@ -192,7 +193,8 @@ def put_secret(
     identity.require_person("secrets of a Space")
     if space.name.type != "space":
         raise BadRequest(f"A {space.name.type} has no secrets: only a Space has any.")
-    values = {"encrypted_value": hub.cipher.encrypt(secret.value), "updated_at": time.time()}
+    sealed = seal({secret.key: secret.value}, hub.secret_key)
+    values = {"encrypted_value": sealed, "updated_at": time.time()}
     with hub.database.write() as connection:
         connection.execute(
             insert(space_secrets)
