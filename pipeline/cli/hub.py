@@ -16,11 +16,10 @@ from pipeline.cli.terminal import HostOption, JsonOption, PortOption, print_tabl
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.hub.database import Database
-from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import HubInUse
 from pipeline.hub.garbage import Purge, collect_garbage, plan_purge
 from pipeline.hub.garbage import purge as purge_repository
-from pipeline.hub.repositories import Repositories, RepositoryName, repository_name
+from pipeline.hub.repositories import Repositories, RepositoryName, open_bases, repository_name
 from pipeline.hub.service import stopped_hub
 from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
 from pipeline.logs import log_to_stderr
@@ -169,7 +168,7 @@ def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> An
     def act(database: Database, repositories: Repositories) -> Purge:
         with database.read() as connection:
             found = repositories.find(connection, name)
-            refs = open_bases(connection, found)
+        refs = open_bases(database, found)
         return (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
 
     return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")

@@ -18,15 +18,24 @@ from typing import Literal, get_args
 from sqlalchemy import Connection, Row, and_, bindparam, delete, insert, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
-from pipeline.hub.database import REPOS, Database, refs
+from pipeline.hub.database import REPOS, Database, discussions, refs
 from pipeline.hub.database import repositories as table
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
-from pipeline.hub.git import SEEN_PREFIXES, clear_repository, end_processes, git, lines_of
+from pipeline.hub.git import (
+    PULL_REQUEST_PREFIX,
+    SEEN_PREFIXES,
+    clear_repository,
+    end_processes,
+    git,
+    lines_of,
+)
 from pipeline.hub.large_files import LargeFiles
 from receiver.rules import DEFAULT_BRANCH
 
 RepositoryType = Literal["dataset", "model", "space"]
 REPOSITORY_TYPES: tuple[RepositoryType, ...] = get_args(RepositoryType)
+OPEN = ("draft", "open")
+"""The states in which a pull request takes commits."""
 SHA = re.compile(r"[0-9a-f]{40}")
 
 # The rule of `huggingface_hub.utils.validate_repo_id`, for either half of `owner/name`.
@@ -383,6 +392,18 @@ def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
         if (peeled_type or type) not in ("blob", "tree"):
             found.append((ref.removeprefix(prefix), peeled or sha))
     return found
+
+
+def open_bases(database: Database, repository: Repository) -> dict[str, str]:
+    """The pull requests that are open: ref → the ref of the branch that it is for."""
+    wanted = select(discussions.c.num, discussions.c.base).where(
+        discussions.c.repository_id == repository.id,
+        discussions.c.status.in_(OPEN),
+        discussions.c.base.is_not(None),
+    )
+    with database.read() as connection:
+        rows = connection.execute(wanted).all()
+    return {f"{PULL_REQUEST_PREFIX}{row.num}": row.base for row in rows}
 
 
 def known_refs(connection: Connection, repository: Repository) -> dict[str, str]:

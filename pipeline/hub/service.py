@@ -26,7 +26,6 @@ from jobs.job import PREFIX
 from jobs.store import JobStore
 from pipeline.hub.database import Database, open_database, read_only
 from pipeline.hub.deliveries import HubMetrics
-from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound
 from pipeline.hub.events import EventLog
 from pipeline.hub.garbage import NeededCommits
@@ -37,6 +36,7 @@ from pipeline.hub.repositories import (
     Repository,
     RepositoryName,
     RepositoryType,
+    open_bases,
 )
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.tokens import (
@@ -129,9 +129,7 @@ class Hub:
 
     def remarks(self, repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
         """The lines that git prints after a push with these changes."""
-        with self.database.read() as connection:
-            bases = open_bases(connection, repository)
-        return self.remarks_on(repository, bases, changes)
+        return self.remarks_on(repository, open_bases(self.database, repository), changes)
 
     def name_of(self, type: RepositoryType, id: str) -> RepositoryName:
         """The name of the repository `id`, such as `owner/name`. Without an owner, it is one of the

@@ -16,7 +16,6 @@ from huggingface_hub import (
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 from starlette.requests import Request
 
-from pipeline.hub import discussions as store
 from pipeline.hub.errors import Conflict
 from pipeline.hub.git import git
 from pipeline.hub.routes import discussions, git_http
@@ -330,7 +329,7 @@ def test_a_merge_that_is_refused_or_fails_changes_nothing(
     head, before = api.dataset_info(talk.id).sha, talk.details(1)
 
     for module, name, value, comment, message in [
-        (store, "MAX_TEXT", 10, "Much too long", "A comment must have 1 to 10 characters"),
+        (discussions, "MAX_TEXT", 10, "Much too long", "A comment must have 1 to 10 characters"),
         (discussions, "git", killed, "Good.", "killed"),
     ]:
         with monkeypatch.context() as patch:
@@ -371,7 +370,7 @@ def test_bad_requests_are_refused(hub: RunningHub, path: str, body: Any, status:
 
 def test_a_pull_request_that_is_refused_leaves_no_ref(talk: Talk) -> None:
     """A ref without a discussion could not be deleted by anybody."""
-    too_long = "x" * (store.MAX_TEXT + 1)
+    too_long = "x" * (discussions.MAX_TEXT + 1)
     for refused in (
         lambda: talk.api.create_pull_request(title="A", description=too_long, **talk.on),
         lambda: talk.api.create_commit(

@@ -32,7 +32,6 @@ from pipeline.hub.contents import (
     read_tree,
     resolve_revision,
 )
-from pipeline.hub.discussions import MAX_TITLE, OPEN, list_discussions
 from pipeline.hub.errors import RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.git import PULL_REQUEST_PREFIX, git
@@ -45,13 +44,19 @@ from pipeline.hub.http_json import (
     receive_into,
 )
 from pipeline.hub.repositories import (
+    OPEN,
     RefChange,
     Repository,
     new_file_path,
     read_refs,
     remember,
 )
-from pipeline.hub.routes.discussions import check_takes_commits, open_discussion
+from pipeline.hub.routes.discussions import (
+    MAX_TITLE,
+    check_takes_commits,
+    list_discussions,
+    open_discussion,
+)
 from pipeline.hub.service import API, HubOf, Named, Writer, readable
 from pipeline.hub.tokens import Identity, signature
 from receiver.rules import DEFAULT_BRANCH

@@ -20,12 +20,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from pipeline.hub import git
-from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git import clear_repository
 from pipeline.hub.http_json import GIT_SERVICES, receive_into
-from pipeline.hub.repositories import Repository
+from pipeline.hub.repositories import Repository, open_bases
 from pipeline.hub.service import FILES, Hub, HubOf, Named, Readable, Who
 
 _LS_REFS = b"0014command=ls-refs"
@@ -111,8 +110,7 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
 def _environment(
     hub: Hub, request: Request, repository: Repository, body: IO[bytes]
 ) -> dict[str, str]:
-    with hub.database.read() as connection:
-        refs = open_bases(connection, repository)
+    refs = open_bases(hub.database, repository)
     return git.cgi_environment(request, repository.folder, body, refs)
 
 

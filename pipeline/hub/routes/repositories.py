@@ -20,7 +20,7 @@ from pipeline.hub.commits import first_commit
 from pipeline.hub.contents import resolve_revision
 from pipeline.hub.database import space_secrets
 from pipeline.hub.errors import BadRequest, Conflict, NotSupported, RevisionNotFound
-from pipeline.hub.events import Event, record_ref_changes
+from pipeline.hub.events import Event, owner_id, record_ref_changes
 from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import Json, client_warning, hub_url, json_body
 from pipeline.hub.repositories import (
@@ -155,9 +155,10 @@ def _move(hub: Hub, repository: Repository, new: RepositoryName) -> list[str]:
     """Moves the repository, and returns what a person has to change then, because webhooks watch
     the old name. Raises Conflict if the new one is taken."""
     old = repository.name
+    moved = {"name": new.id, "owner": {"id": owner_id(new.owner)}}
     with hub.database.write() as connection:
         hub.repositories.rename(connection, repository, new)
-        hub.log.record(connection, repository, Event(action="move", moved_to=new))
+        hub.log.record(connection, repository, Event(action="move", more={"movedTo": moved}))
         webhooks = list_webhooks(connection)
     ids = [each.id for each in webhooks if any(item.is_for(old) for item in each.watched)]
     if not ids:
@@ -201,7 +202,8 @@ def put_secret(
             .values(repository_id=space.id, key=secret.key, **values)
             .on_conflict_do_update(index_elements=["repository_id", "key"], set_=values)
         )
-        hub.log.record(connection, space, Event(action="update", scope="repo.config"))
+        more = {"updatedConfig": {"private": True}}
+        hub.log.record(connection, space, Event(action="update", scope="repo.config", more=more))
 
 
 @router.get(f"{API}/refs")
