@@ -1,4 +1,7 @@
-"""What a hub is made of: its state folder, the record `Hub`, and the dependencies of its routes.
+"""What a hub is made of: its state folder, the record `Hub`, the identity of a client, which its
+token shows, and the dependencies of the routes.
+
+API clients send the token as Bearer; git sends it as the password of Basic, with any user name.
 
 A route gets these dependencies as arguments. FastAPI runs them in their order, and each raises the
 error that the client gets. A route gets its repository from `Readable` or `Locked`, or finds it
@@ -7,7 +10,10 @@ with `Hub.find_reached`, as both do. A route that belongs to no repository has `
 """
 
 import asyncio
+import base64
+import binascii
 import contextlib
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,16 +25,20 @@ from urllib.parse import unquote
 
 from fastapi import Depends
 from filelock import FileLock, Timeout
+from sqlalchemy import select
 from starlette.convertors import Convertor, register_url_convertor
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Scope
 
-from jobs.job import PREFIX
+from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
 from jobs.store import JobStore
-from pipeline.hub.database import Database, open_database, read_only
+from pipeline.hub.database import Database, open_database, read_only, tokens
 from pipeline.hub.deliveries import HubMetrics
-from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound
+from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
 from pipeline.hub.garbage import NeededCommits
+from pipeline.hub.git import Signature
 from pipeline.hub.repositories import (
     REPOSITORY_TYPES,
     RefChange,
@@ -39,14 +49,13 @@ from pipeline.hub.repositories import (
     open_bases,
 )
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens import (
-    READING,
-    Identity,
-    check_site,
-    identity_of_job,
-    identity_of_stored,
-    sent_token,
-)
+from pipeline.hub.tokens import Role, digest
+from serving.http.requests import other_site
+
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+# The paths of repositories. As on the Hugging Face Hub, a client without a token is told there that
+# the repository is missing.
+_OF_A_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/.|/.+/resolve/.")
 
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines that git prints after a push. The arguments are the repository, the open pull
@@ -100,6 +109,62 @@ def stopped_hub(root: Path) -> Iterator[tuple[Database, Repositories]]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who makes a request, and what the token of the request may do."""
+
+    user: str
+    """The name that `whoami` answers, and the author of commits that the API makes."""
+    role: Role
+    token_name: str
+    """The name of the token, for messages and for `whoami`. It is not the token itself."""
+    job_id: str | None = None
+    """The job whose running attempt has the token; None for a person."""
+    repositories: frozenset[str] | None = None
+    """The ids of the only repositories that the token reaches; None for all repositories."""
+    owns_hub: bool = False
+    """Whether this is the hub's own token, which may do everything."""
+
+    @property
+    def signature(self) -> Signature:
+        """The author of the commits and tags that this client makes through the API. If the token
+        is a job's, the author is the job. The commits that the job makes with git have the same
+        author."""
+        if self.job_id is None:
+            return Signature(name=self.user, email=f"{self.user}@localhost")
+        return Signature(name=f"job {self.job_id}", email=f"{self.job_id}@{COMMITTER_DOMAIN}")
+
+    def may_see(self, repository: Repository) -> bool:
+        return self.repositories is None or repository.id in self.repositories
+
+    def require_write(self, what: str) -> None:
+        """Raises Forbidden if the token may only read. `what` names in the message what needs more,
+        such as "a push"."""
+        if self.role != "write":
+            raise Forbidden(
+                f"The token {self.token_name!r} may only read, and {what} needs the role write: "
+                "use a token with this role."
+            )
+
+    def require_person(self, what: str) -> None:
+        """Raises Forbidden for the token of a job. `what` names in the message what a job may not
+        use."""
+        if self.job_id is not None:
+            raise Forbidden(
+                f"This is the token of job {self.job_id}, which may read and write repositories "
+                f"and nothing else: for {what}, use the token of a person."
+            )
+
+    def out_of_reach(self, named: object) -> RepositoryNotFound:
+        """The error for a repository that the token does not reach. A repository that does not
+        exist gets the same error, so that no client learns which repositories exist. `named` is
+        the name in the request."""
+        return RepositoryNotFound(
+            f"There is no {named} here, or the token {self.token_name!r} does not reach it: check "
+            "the name, or use another token."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hub:
     settings: HubSettings
     database: Database
@@ -126,6 +191,32 @@ class Hub:
     card_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """How many READMEs may be checked at once. Anybody may send one, also without a token, and its
     metadata may take four seconds to parse. Several at once would slow down every other request."""
+
+    def identify(self, token: bytes) -> Identity:
+        """Who sends this token: it is the hub's own, or a person created it on this hub, or it is a
+        job's. Each attempt of a job has its own token, which is valid while the attempt runs. All
+        act for the hub's owner. Raises Unauthorized."""
+        user = self.settings.owner
+        if secrets.compare_digest(token, self.token.encode()):
+            return Identity(user=user, role="write", token_name="hub", owns_hub=True)
+        if token.startswith(PREFIX.encode()):
+            text = token.decode("ascii", "replace")
+            job = job_of_token(text, self.jobs_store, self.secret_key)
+            if job is None:
+                raise Unauthorized(
+                    "This is not the token of a running attempt of a job: the attempt has ended, "
+                    "or the token is wrong."
+                )
+            return Identity(user=user, role="write", token_name=f"job {job.id}", job_id=job.id)
+        with self.database.read() as connection:
+            same = select(tokens).where(tokens.c.digest == digest(token))
+            row = connection.execute(same).one_or_none()
+        if row is None:
+            # `huggingface_hub` looks for exactly this text, and then does not report the repository
+            # as missing.
+            raise Unauthorized("Invalid credentials in Authorization header")
+        reached = None if row.repositories is None else frozenset(row.repositories)
+        return Identity(user=user, role=row.role, token_name=row.name, repositories=reached)
 
     def remarks(self, repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
         """The lines that git prints after a push with these changes."""
@@ -192,22 +283,42 @@ API = "/api/{repository:typed_repository}"
 FILES = "/{repository:repository}"
 
 
-async def identify(hub: Hub, token: bytes) -> Identity:
-    """Who sends this token: it is the hub's own, or a person created it on this hub, or it is a
-    job's. Each attempt of a job has its own token, which is valid while the attempt runs. All act
-    for the hub's owner. Raises Unauthorized."""
-    user = hub.settings.owner
-    if secrets.compare_digest(token, hub.token.encode()):
-        return Identity(user=user, role="write", token_name="hub", owns_hub=True)
-    if token.startswith(PREFIX.encode()):
-        text = token.decode("ascii", "replace")
-        return await asyncio.to_thread(identity_of_job, hub.jobs_store, hub.secret_key, text, user)
-    return await asyncio.to_thread(identity_of_stored, hub.database, token, user)
+def sent_token(scope: Scope) -> bytes:
+    """The token that the request sends; empty if it is sent wrongly. Raises Unauthorized if there
+    is none."""
+    given: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not given:
+        missing = Unauthorized(
+            "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints."
+        )
+        if _OF_A_REPOSITORY.match(scope["path"]):
+            missing.code = RepositoryNotFound.code
+        raise missing
+    scheme, _, credentials = given[0].partition(b" ")
+    if len(given) == 1 and scheme.lower() == b"bearer":
+        return credentials.strip()
+    if len(given) == 1 and scheme.lower() == b"basic":
+        with contextlib.suppress(binascii.Error):
+            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    return b""
 
 
-async def identified(request: Request, hub: HubOf) -> Identity:
+def check_site(scope: Scope) -> None:
+    """Raises Forbidden if a browser sends this change for a page of another site.
+
+    A browser that has stored the token also adds it to requests that such a page causes.
+    """
+    site = None if scope["method"] in READING else other_site(Headers(scope=scope))
+    if site is not None:
+        raise Forbidden(
+            f"The browser sends this request on behalf of {site}, and only this hub's own pages "
+            "may change anything: use `pipeline`, `hf` or another client with the hub's token."
+        )
+
+
+def identified(request: Request, hub: HubOf) -> Identity:
     """Who makes the request. Raises Unauthorized, and Forbidden for a page of another site."""
-    identity = await identify(hub, sent_token(request.scope))
+    identity = hub.identify(sent_token(request.scope))
     check_site(request.scope)
     return identity
 

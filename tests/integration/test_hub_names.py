@@ -16,8 +16,8 @@ from pipeline.hub.events import EventLog, reconcile, record_ref_changes
 from pipeline.hub.git import git
 from pipeline.hub.repositories import Repositories, Repository, RepositoryName
 from pipeline.hub.routes.repositories import NewRepository, create
+from pipeline.hub.service import Identity
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens import Identity
 from tests.hub_fixtures import RunningHub, commit_file
 
 pytest_plugins = ["tests.hub_plugin"]

@@ -57,8 +57,7 @@ from pipeline.hub.routes.discussions import (
     list_discussions,
     open_discussion,
 )
-from pipeline.hub.service import API, HubOf, Named, Writer, readable
-from pipeline.hub.tokens import Identity, signature
+from pipeline.hub.service import API, HubOf, Identity, Named, Writer, readable
 from receiver.rules import DEFAULT_BRANCH
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
@@ -202,7 +201,7 @@ def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
     stored, because the first commit brings no data."""
     if read_refs(repository):
         return
-    first = first_commit(repository, signature(identity))
+    first = first_commit(repository, identity.signature)
     with log.database.write() as connection:
         remember(connection, repository, [first])
 
@@ -213,7 +212,7 @@ def commit_to_branch(
     ref, head = find_branch(repository, revision)
     if ref.startswith(PULL_REQUEST_PREFIX):
         check_takes_commits(log, repository, ref)
-    sha = make_commit(repository, ref, head, body, signature(identity))
+    sha = make_commit(repository, ref, head, body, identity.signature)
     return sha, () if sha == head else record_ref_changes(repository, log), None
 
 
@@ -226,7 +225,7 @@ def commit_to_pull_request(
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
     changes = planned_changes(repository, start, body)
-    sha = import_commit(repository, start, body.header.message, signature(identity), changes)
+    sha = import_commit(repository, start, body.header.message, identity.signature, changes)
     earlier = _opened_before(log, repository, identity, base, sha)
     if earlier is not None:
         return earlier

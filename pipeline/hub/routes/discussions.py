@@ -26,11 +26,10 @@ from pipeline.hub.database import discussion_events as events
 from pipeline.hub.database import discussions as table
 from pipeline.hub.errors import BadRequest, Conflict, HubError, NotFound, RequestError
 from pipeline.hub.events import Event, EventLog, owner_id, record_ref_changes
-from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
+from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, Signature, git
 from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
 from pipeline.hub.repositories import OPEN, Repository, read_refs
-from pipeline.hub.service import API, HubOf, Locked, Readable, Writer
-from pipeline.hub.tokens import Identity, Signature, signature
+from pipeline.hub.service import API, HubOf, Identity, Locked, Readable, Writer
 from receiver.payload import EventAction
 from receiver.rules import DEFAULT_BRANCH
 
@@ -218,7 +217,7 @@ def merge(
     titles = ("--reverse", f"--max-count={MAX_TITLES}", "--format=- %s (%H)", f"{base}..{head}")
     listed = git(repository.folder, "log", *titles).decode(errors="replace")
     message = f"{found.title} (#{num})\n\n{listed}"
-    commit = squash(repository, base, head, message=message, author=signature(identity))
+    commit = squash(repository, base, head, message=message, author=identity.signature)
     with hub.database.write() as connection:
         change = _Change(connection, hub.log, repository, identity.user)
         change.set_status(num, "merged", body.comment, commit)

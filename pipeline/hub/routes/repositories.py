@@ -39,6 +39,7 @@ from pipeline.hub.service import (
     API,
     Hub,
     HubOf,
+    Identity,
     Locked,
     Readable,
     Who,
@@ -46,7 +47,6 @@ from pipeline.hub.service import (
     everywhere,
     person,
 )
-from pipeline.hub.tokens import Identity, signature
 from pipeline.hub.webhooks import list_webhooks
 from receiver.rules import DEFAULT_BRANCH
 
@@ -111,7 +111,7 @@ def create(
     try:
         # Git works before the transaction, because no push can be stored during it.
         with hub.repositories.prepared(name) as prepared:
-            first = [] if body.empty else [first_commit(prepared, signature(identity))]
+            first = [] if body.empty else [first_commit(prepared, identity.signature)]
             with hub.database.write() as connection:
                 repository = hub.repositories.add(connection, prepared)
                 if first:
@@ -255,7 +255,7 @@ def create_tag(
             # By default, git would remove lines that begin with `#`, such as titles in Markdown.
             *("tag", "-a", "--cleanup=verbatim", "-F", "-", body.tag, commit),
             stdin=f"{body.message}\n".encode(),
-            extra=signature(identity).environment,
+            extra=identity.signature.environment,
         )
     else:
         git(repository.folder, "update-ref", ref, commit, NO_REF)
