@@ -174,7 +174,7 @@ def running_hub(
     root: Path,
     *,
     jobs_store: JobStore | None = None,
-    needed_commits: Callable[[], Collection[str]] | None = None,
+    needed_commits: Callable[[], Collection[str]] = set,
     limits: Limits | None = None,
     secret_key: bytes = SECRET_KEY,
     remarks_on: Remarks = lambda *_: (),

@@ -19,7 +19,7 @@ from pipeline.hub.database import Database
 from pipeline.hub.errors import HubInUse
 from pipeline.hub.garbage import Purge, collect_garbage, plan_purge
 from pipeline.hub.garbage import purge as purge_repository
-from pipeline.hub.repositories import Repositories, RepositoryName, open_bases, repository_name
+from pipeline.hub.repositories import Repositories, RepositoryName, repository_name
 from pipeline.hub.service import stopped_hub
 from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
 from pipeline.logs import log_to_stderr
@@ -168,8 +168,7 @@ def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> An
     def act(database: Database, repositories: Repositories) -> Purge:
         with database.read() as connection:
             found = repositories.find(connection, name)
-        refs = open_bases(database, found)
-        return (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
+        return (plan_purge if method == "GET" else purge_repository)(found, database, sha)
 
     return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")
 

@@ -67,7 +67,7 @@ def create_app(
     token: str,
     secret_key: bytes,
     jobs_store: JobStore,
-    needed_commits: NeededCommits | None = None,
+    needed_commits: NeededCommits,
     remarks_on: Remarks = lambda *_: (),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
@@ -79,8 +79,7 @@ def create_app(
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
-    names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that git shows
-    the pusher after a push.
+    names. `remarks_on` makes the lines that git shows the pusher after a push.
 
     Raises HubError if another hub uses the folder, if another version wrote it, or if the folder of
     its repositories is missing. The app's lifespan opens the folder when the server starts, and

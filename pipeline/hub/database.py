@@ -128,16 +128,6 @@ discussion_events = Table(
     Column("text", String, nullable=False),
 )
 
-# The secrets of a Space, for the environment of its app.
-space_secrets = Table(
-    "space_secrets",
-    metadata,
-    _of_repository(primary_key=True),
-    Column("key", String, primary_key=True),
-    Column("encrypted_value", String, nullable=False),
-    Column("updated_at", Float, nullable=False),
-)
-
 webhooks = Table(
     "webhooks",
     metadata,

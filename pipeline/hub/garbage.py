@@ -19,18 +19,17 @@ from pipeline.hub.database import Database, events
 from pipeline.hub.errors import BadRequest, Conflict, HubError
 from pipeline.hub.git import KEEP_PREFIX, PUSHED_PREFIXES, git, lines_of
 from pipeline.hub.large_files import GRACE_SECONDS, LargeFiles
-from pipeline.hub.repositories import SHA, Repository
+from pipeline.hub.repositories import SHA, Repository, open_bases
 
 NeededCommits = Callable[[], Collection[str]]
 _MAX_NAMED = 5
 
 
 def collect_garbage(
-    repository: Repository, database: Database, needed_commits: NeededCommits | None
+    repository: Repository, database: Database, needed_commits: NeededCommits
 ) -> Counter[str]:
     """Removes the commits that are on no branch any more, and that neither `needed_commits` nor a
-    stored event names. If `needed_commits` is None, it is not known what is needed, and no commit
-    is removed. Also removes the large files that no commit names.
+    stored event names. Also removes the large files that no commit names.
 
     The chunks that `hf_xet` has sent are removed too, if no upload began in the last
     `GRACE_SECONDS`. `hf_xet` sends them again when it needs them.
@@ -39,21 +38,16 @@ def collect_garbage(
     The caller holds the repository's lock. Otherwise this would remove the objects of a push that
     is under way, because they have no ref yet.
     """
-    before = all_commits(repository)
-    needed: Collection[str] = before
-    if needed_commits is not None:
-        with database.read() as connection:
-            told = connection.scalars(
-                select(events.c.updated_refs).where(events.c.repository_id == repository.id)
-            )
-            named = {
-                each[key] for changes in told for each in changes for key in ("old_sha", "new_sha")
-            }
-        needed = {*needed_commits(), *named} - {None}
-    large_bytes = sweep(repository, needed)
+    with database.read() as connection:
+        told = connection.scalars(
+            select(events.c.updated_refs).where(events.c.repository_id == repository.id)
+        )
+        named = {each[key] for moved in told for each in moved for key in ("old_sha", "new_sha")}
+    num_before = len(all_commits(repository))
+    large_bytes = sweep(repository, {*needed_commits(), *named} - {None})
     xet.empty(repository.folder, grace_seconds=GRACE_SECONDS)
-    num_commits = len(before) - len(all_commits(repository))
-    return Counter(released=num_commits, large_bytes=large_bytes)
+    num_removed = num_before - len(all_commits(repository))
+    return Counter(released=num_removed, large_bytes=large_bytes)
 
 
 def sweep(repository: Repository, needed: Iterable[str], *, new_files_stay: bool = True) -> int:
@@ -112,9 +106,9 @@ class Purge(TypedDict):
     """False if the repository does not have the commit (any more)."""
 
 
-def plan_purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge:
-    """What a purge would remove. `open_refs` are the refs of the open pull requests. Nobody can
-    push to the ref of another pull request, so a purge removes it.
+def plan_purge(repository: Repository, database: Database, sha: str) -> Purge:
+    """What a purge would remove. Nobody can push to the ref of a pull request that is not open, so
+    a purge removes it.
 
     Raises BadRequest if `sha` is not the sha of a commit, and Conflict if a branch, a tag or an
     open pull request leads to the commit.
@@ -131,6 +125,7 @@ def plan_purge(repository: Repository, sha: str, open_refs: Collection[str]) -> 
     leading = lines_of(
         git(repository.folder, "for-each-ref", f"--contains={sha}", "--format=%(refname)")
     )
+    open_refs = open_bases(database, repository)
     pushed = [ref for ref in leading if ref.startswith(PUSHED_PREFIXES) or ref in open_refs]
     if pushed:
         names = ", ".join(pushed[:_MAX_NAMED]) + (", …" if len(pushed) > _MAX_NAMED else "")
@@ -147,11 +142,11 @@ def plan_purge(repository: Repository, sha: str, open_refs: Collection[str]) -> 
     return Purge(commits=[sha, *lines_of(after)], refs=leading, is_there=True)
 
 
-def purge(repository: Repository, sha: str, open_refs: Collection[str]) -> Purge:
+def purge(repository: Repository, database: Database, sha: str) -> Purge:
     """Removes the commits and refs of the plan that `plan_purge` makes, and returns the plan. The
     caller holds the repository's lock. Raises the errors of `plan_purge`, and HubError if the
     commit is still there afterwards."""
-    planned = plan_purge(repository, sha, open_refs)
+    planned = plan_purge(repository, database, sha)
     commands = "".join(f"delete {ref}\n" for ref in planned["refs"])
     git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
     needed = set(all_commits(repository)).difference(planned["commits"])

@@ -54,8 +54,8 @@ async def on_request_error(request: Request, error: Exception) -> Response:
     if path.endswith(("/info/refs", *GIT_SERVICES)):  # git prints each line after "remote: "
         return PlainTextResponse(f"{text}\n", status, headers)
     body = {"error": text}
-    if isinstance(error, Conflict) and error.url is not None:
-        body["url"] = error.url
+    if isinstance(error, Conflict) and error.path is not None:
+        body["url"] = f"{hub_url(request)}/{error.path}"
     if is_lfs:
         body["message"] = text
     return JSONResponse(body, status, headers)

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -240,11 +240,20 @@ class Repositories:
     def folder(self, id: str) -> Path:
         return self._repos / f"{id}.git"
 
-    def find(self, connection: Connection, name: RepositoryName) -> Repository:
-        """The repository of this name, in upper or lower case. Raises RepositoryNotFound."""
+    def find(
+        self, connection: Connection, name: RepositoryName, reached: Collection[str] | None = None
+    ) -> Repository:
+        """The repository of this name, in upper or lower case. Raises RepositoryNotFound if it does
+        not exist, or if its id is not in `reached`. Both get the same error, so that no client
+        learns which repositories exist. None means that all are reached."""
         row = connection.execute(select(table).where(_is(name))).one_or_none()
-        if row is not None:
+        if row is not None and (reached is None or row.id in reached):
             return self._from_row(row)
+        if reached is not None:
+            raise RepositoryNotFound(
+                f"There is no {name} here, or the token does not reach it: check the name, or use "
+                "another token."
+            )
         raise RepositoryNotFound(
             f"There is no {name} here: check the name, or create the repository with "
             f"`hf repos create {name.id} --type {name.type}`."
@@ -323,9 +332,9 @@ class Repositories:
         others = select(table).where(_is(name), table.c.id != id)
         row = connection.execute(others).one_or_none()
         if row is not None:
-            raise Conflict(
-                f"There is a {self._from_row(row).name} here already: choose another name."
-            )
+            taken = self._from_row(row).name
+            message = f"There is a {taken} here already: choose another name."
+            raise Conflict(message, path=taken.path)
 
     def remove_incomplete(self) -> None:
         """Removes what a killed hub left unfinished. Called before the hub answers a request."""

@@ -154,15 +154,6 @@ class Identity:
                 f"and nothing else: for {what}, use the token of a person."
             )
 
-    def out_of_reach(self, named: object) -> RepositoryNotFound:
-        """The error for a repository that the token does not reach. A repository that does not
-        exist gets the same error, so that no client learns which repositories exist. `named` is
-        the name in the request."""
-        return RepositoryNotFound(
-            f"There is no {named} here, or the token {self.token_name!r} does not reach it: check "
-            "the name, or use another token."
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hub:
@@ -176,9 +167,8 @@ class Hub:
     jobs_store: JobStore
     secret_key: bytes = field(repr=False)
     """A Fernet key: encrypts secrets, and signs the tokens of jobs and the URLs of large files."""
-    needed_commits: NeededCommits | None
-    """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
-    None, the hub does not know these commits, so it keeps every commit."""
+    needed_commits: NeededCommits
+    """Returns the shas of the commits that releases and jobs need, in all repositories."""
     remarks_on: Remarks
     git_slots: Mapping[str, asyncio.Semaphore]
     """One semaphore for each kind of git's work: `list` (of the refs), `clone` and `push`. A clone
@@ -235,17 +225,9 @@ class Hub:
 
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
         """Raises RepositoryNotFound if the repository does not exist, or if the token does not
-        reach it. With a limited token, both get the same error."""
-        try:
-            with self.database.read() as connection:
-                repository = self.repositories.find(connection, name)
-        except RepositoryNotFound:
-            if identity.repositories is not None:
-                raise identity.out_of_reach(name) from None
-            raise
-        if not identity.may_see(repository):
-            raise identity.out_of_reach(name)
-        return repository
+        reach it."""
+        with self.database.read() as connection:
+            return self.repositories.find(connection, name, reached=identity.repositories)
 
     def locked(
         self, name: RepositoryName, identity: Identity

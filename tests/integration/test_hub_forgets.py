@@ -62,9 +62,6 @@ def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
     assert "removed 0 commits that nothing needs" in pipeline("gc").stdout
     assert place.has(place.after), "an event names it"
     forget_events(place)
-    with place.hub():
-        assert "removed 0 commits that nothing needs" in pipeline("gc").stdout
-        assert place.has(place.after), "this hub was not told what is needed"
     needed = place.release(1, place.bad)
     # The release needs a commit that only the ref of a later one leads to.
     assert "removed 1 commits that nothing needs" in pipeline("gc").stdout

@@ -35,7 +35,12 @@ def routes() -> dict[str, list[str]]:
         JobStore.open(Path(folder) / "jobs.sqlite") as store,
     ):
         app: Any = create_app(
-            HubSettings(), Path(folder), token=TOKEN, secret_key=SECRET_KEY, jobs_store=store
+            HubSettings(),
+            Path(folder),
+            token=TOKEN,
+            secret_key=SECRET_KEY,
+            jobs_store=store,
+            needed_commits=set,
         )
     cells = [cell.cell_contents for cell in app.__closure__]
     [api] = [one for one in cells if isinstance(one, FastAPI)]

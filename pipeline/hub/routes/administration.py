@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 
 from pipeline.hub.garbage import collect_garbage, plan_purge, purge
 from pipeline.hub.http_json import Json
-from pipeline.hub.repositories import Repository, open_bases
+from pipeline.hub.repositories import Repository
 from pipeline.hub.routes.contents import described
 from pipeline.hub.service import HubOf, Locked, hubs_own
 from pipeline.hub.tokens import create_token, list_tokens, revoke_token
@@ -61,8 +61,7 @@ def purge_commit(request: Request, hub: HubOf, repository: Locked, sha: str) -> 
     """Removes a commit that was pushed by mistake. With GET, only says what a purge would remove.
     The answer is 409 if the history of a branch, a tag or an open pull request still has the
     commit."""
-    refs = open_bases(hub.database, repository)
     act = plan_purge if request.method == "GET" else purge
-    answer = act(repository, sha, refs)
+    answer = act(repository, hub.database, sha)
     described.cache_clear()  # it may hold the card of a removed commit
     return dict(answer)

@@ -147,19 +147,9 @@ def commits(
     limit = min(limit, COMMITS_PER_PAGE)
     commit = resolve_revision(repository, at or revision)
     found = list_commits(repository, commit, skip=p * limit, limit=limit + 1)
-    items = [
-        {
-            "id": one.sha,
-            "title": one.title,
-            "message": one.message,
-            "date": iso_time(one.committed_at),
-            "authors": [{"user": one.author}],
-        }
-        for one in found[:limit]
-    ]
     next_page = request.url.include_query_params(p=p + 1, at=commit)
     headers = {"Link": f'<{next_page}>; rel="next"'} if len(found) > limit else {}
-    return JSONResponse(items, headers=headers)
+    return JSONResponse(found[:limit], headers=headers)
 
 
 @files.api_route("/resolve/{revision:part}/{path:rest}", methods=["GET", "HEAD"])
@@ -219,8 +209,7 @@ def described(repository: Repository, commit: str | None) -> Json:
     card = Card()
     if readme is not None and readme.type == "file":
         card = parse_card(read_file(repository, readme).decode(errors="replace"))
-    facts |= {"lastModified": iso_time(newest.committed_at)}
-    facts |= {"tags": card.texts("tags"), "cardData": card.metadata}
+    facts |= {"lastModified": newest["date"], "tags": card.texts("tags"), "cardData": card.metadata}
     if repository.name.type == "model":
         facts |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
     return facts

@@ -1,24 +1,16 @@
-"""API routes that create, delete and move repositories, and change branches, tags and the secrets
-of Spaces.
+"""API routes that create, delete and move repositories, and change branches and tags. Each such
+change stores an event, as a push does."""
 
-A Space's app gets its secrets as environment variables. They are stored encrypted, and no route
-shows their values. Each change of a branch or a tag stores an event, as a push does.
-"""
-
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, StringConstraints
-from sqlalchemy.dialects.sqlite import insert
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from jobs.sealed import seal
 from pipeline.hub.commits import first_commit
 from pipeline.hub.contents import resolve_revision
-from pipeline.hub.database import space_secrets
 from pipeline.hub.errors import BadRequest, Conflict, NotSupported, RevisionNotFound
 from pipeline.hub.events import Event, owner_id, record_ref_changes
 from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
@@ -77,13 +69,6 @@ class Move(BaseModel):
     type: RepositoryType = "model"
 
 
-class NewSecret(BaseModel):
-    key: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
-    value: Annotated[
-        str, StringConstraints(min_length=1, max_length=64 * 1024, pattern=r"^[^\x00]*$")
-    ]
-
-
 class NewBranch(BaseModel):
     startingPoint: str | None = None
 
@@ -107,19 +92,15 @@ def create(
             "A new Space with secrets or variables: not supported by this hub. Create the Space, "
             "then add its secrets with `hf spaces secrets add`."
         )
-    url = f"{hub_url(request)}/{name.path}"
-    try:
-        # Git works before the transaction, because no push can be stored during it.
-        with hub.repositories.prepared(name) as prepared:
-            first = [] if body.empty else [first_commit(prepared, identity.signature)]
-            with hub.database.write() as connection:
-                repository = hub.repositories.add(connection, prepared)
-                if first:
-                    remember(connection, repository, first)
-                hub.log.record(connection, repository, Event(action="create"))
-    except Conflict as error:
-        raise Conflict(str(error), url=url) from None
-    return {"url": url, "name": name.id, "id": repository.id}
+    # Git works before the transaction, because no push can be stored during it.
+    with hub.repositories.prepared(name) as prepared:
+        first = [] if body.empty else [first_commit(prepared, identity.signature)]
+        with hub.database.write() as connection:
+            repository = hub.repositories.add(connection, prepared)
+            if first:
+                remember(connection, repository, first)
+            hub.log.record(connection, repository, Event(action="create"))
+    return {"url": f"{hub_url(request)}/{name.path}", "name": name.id, "id": repository.id}
 
 
 @router.delete("/api/repos/delete", dependencies=[Depends(person)])
@@ -183,27 +164,15 @@ def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> R
 
 
 @router.post(f"{API}/secrets")
-def put_secret(
-    hub: HubOf,
-    identity: Writer,
-    secret: Annotated[NewSecret, json_body(NewSecret)],
-    space: Locked,
-) -> None:
-    """Adds or replaces a secret of a Space. Like the Hugging Face Hub, stores an event of the scope
-    `repo.config`."""
+def put_secret(hub: HubOf, identity: Writer, space: Locked) -> None:
+    """Takes a secret of a Space, and does not even read it: no program on this hub could use it.
+    Like the Hugging Face Hub, stores an event of the scope `repo.config`."""
     identity.require_person("secrets of a Space")
     if space.name.type != "space":
         raise BadRequest(f"A {space.name.type} has no secrets: only a Space has any.")
-    sealed = seal({secret.key: secret.value}, hub.secret_key)
-    values = {"encrypted_value": sealed, "updated_at": time.time()}
+    config = Event(action="update", scope="repo.config", more={"updatedConfig": {"private": True}})
     with hub.database.write() as connection:
-        connection.execute(
-            insert(space_secrets)
-            .values(repository_id=space.id, key=secret.key, **values)
-            .on_conflict_do_update(index_elements=["repository_id", "key"], set_=values)
-        )
-        more = {"updatedConfig": {"private": True}}
-        hub.log.record(connection, space, Event(action="update", scope="repo.config", more=more))
+        hub.log.record(connection, space, config)
 
 
 @router.get(f"{API}/refs")
