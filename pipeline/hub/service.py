@@ -20,12 +20,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryFile
+from typing import IO, Annotated
 from urllib.parse import unquote
 
 from fastapi import Depends
 from filelock import FileLock, Timeout
 from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -39,6 +41,7 @@ from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unautho
 from pipeline.hub.events import EventLog
 from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.git import Signature
+from pipeline.hub.http_json import chunks
 from pipeline.hub.repositories import (
     REPOSITORY_TYPES,
     RefChange,
@@ -371,3 +374,17 @@ async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Rep
 
 
 Locked = Annotated[Repository, Depends(locked, scope="function")]
+
+
+async def received(request: Request, hub: HubOf) -> AsyncIterator[IO[bytes]]:
+    """The request's complete body in a file, so it is never in memory as a whole. Declare it after
+    the checks of the token and the repository."""
+    with TemporaryFile(dir=hub.repositories.incoming) as file:
+        async for chunk in chunks(request, max_bytes=hub.settings.max_push_bytes):
+            await run_in_threadpool(file.write, chunk)
+        # This also writes what is left in the buffer: git reads the file.
+        await run_in_threadpool(file.seek, 0)
+        yield file
+
+
+Received = Annotated[IO[bytes], Depends(received)]

@@ -1,10 +1,10 @@
 """Discussions and pull requests by the unmodified `huggingface_hub` client."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from huggingface_hub import (
@@ -16,9 +16,10 @@ from huggingface_hub import (
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 from starlette.requests import Request
 
+from pipeline.hub import service
 from pipeline.hub.errors import Conflict
 from pipeline.hub.git import git
-from pipeline.hub.routes import discussions, git_http
+from pipeline.hub.routes import discussions
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
@@ -262,13 +263,14 @@ def test_a_push_that_waits_for_a_merge_is_refused(
     hub.git("fetch", "-q", "origin", "refs/pr/1:pr/1", cwd=clone)
     hub.git("checkout", "-q", "pr/1", cwd=clone)
     commit_file(hub, clone, "late.txt", "late")
-    squash, receive = discussions.squash, git_http.receive_into
+    squash, chunks = discussions.squash, service.chunks
     has_come = threading.Event()
     pushes = ThreadPoolExecutor(1)
     told: list[Future[str]] = []
 
-    async def received(file: IO[bytes], request: Request, **options: Any) -> None:
-        await receive(file, request, **options)
+    async def received(request: Request, **options: Any) -> AsyncIterator[bytes]:
+        async for chunk in chunks(request, **options):
+            yield chunk
         if request.method == "POST":
             has_come.set()
 
@@ -278,7 +280,7 @@ def test_a_push_that_waits_for_a_merge_is_refused(
         assert has_come.wait(60)
         return squash(*arguments, **options)
 
-    monkeypatch.setattr(git_http, "receive_into", received)
+    monkeypatch.setattr(service, "chunks", received)
     monkeypatch.setattr(discussions, "squash", slow)
     with pushes:
         api.merge_pull_request(discussion_num=1, **on)

@@ -3,7 +3,6 @@ tells a client how to send each file, and `commit` makes the commit."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from tempfile import TemporaryFile
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -41,7 +40,6 @@ from pipeline.hub.http_json import (
     client_warning,
     hub_url,
     json_body,
-    receive_into,
 )
 from pipeline.hub.repositories import (
     OPEN,
@@ -57,7 +55,7 @@ from pipeline.hub.routes.discussions import (
     list_discussions,
     open_discussion,
 )
-from pipeline.hub.service import API, HubOf, Identity, Named, Writer, readable
+from pipeline.hub.service import API, HubOf, Identity, Named, Received, Writer, readable
 from receiver.rules import DEFAULT_BRANCH
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
@@ -158,23 +156,22 @@ async def commit(
     hub: HubOf,
     identity: Writer,
     name: Named,
+    file: Received,
     revision: str,
     create_pr: bool = False,
 ) -> JSONResponse:
     """Makes one commit with all operations, or fails and makes none. With `create_pr`, the commit
     goes to a new pull request."""
-    with TemporaryFile(dir=hub.repositories.incoming) as file:
-        await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
-        async with hub.commit_slots:
-            body = await run_in_threadpool(CommitBody, file)
-        act = commit_to_pull_request if create_pr else commit_to_branch
-        # Find the repository again: while the body came in, another one may have got its name.
-        # Take the slot after the lock. Otherwise a request that waits for the lock would hold a
-        # slot, which another request could use.
-        async with hub.locked(name, identity) as repository, hub.commit_slots:
-            made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
-            sha, changes, num = made
-            remarks = await run_in_threadpool(hub.remarks, repository, changes)
+    async with hub.commit_slots:
+        body = await run_in_threadpool(CommitBody, file)
+    act = commit_to_pull_request if create_pr else commit_to_branch
+    # Find the repository again: while the body came in, another one may have got its name. Take the
+    # slot after the lock. Otherwise a request that waits for the lock would hold a slot, which
+    # another request could use.
+    async with hub.locked(name, identity) as repository, hub.commit_slots:
+        made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
+        sha, changes, num = made
+        remarks = await run_in_threadpool(hub.remarks, repository, changes)
     web = f"{hub_url(request)}/{repository.name.path}"
     answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
     if num is not None:
