@@ -17,11 +17,18 @@ from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.hub.database import Database
 from pipeline.hub.errors import HubInUse
-from pipeline.hub.garbage import Purge, collect_garbage, plan_purge
-from pipeline.hub.garbage import purge as purge_repository
 from pipeline.hub.repositories import Repositories, RepositoryName, repository_name
+from pipeline.hub.routes.administration import (
+    Purge,
+    check_name,
+    collect_garbage,
+    create_token,
+    list_tokens,
+    plan_purge,
+    revoke_token,
+)
+from pipeline.hub.routes.administration import purge as purge_repository
 from pipeline.hub.service import stopped_hub
-from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store

@@ -24,7 +24,6 @@ from pipeline.hub.database import check_database, open_database
 from pipeline.hub.deliveries import Deliverer, HubMetrics
 from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events import EventLog, owner_id, reconcile, reconcile_at_start
-from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.http_json import Json
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.routes import (
@@ -41,6 +40,7 @@ from pipeline.hub.routes import (
 from pipeline.hub.service import (
     Hub,
     HubOf,
+    NeededCommits,
     Remarks,
     Who,
     database_path,

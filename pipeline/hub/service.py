@@ -13,15 +13,16 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import hashlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Annotated
+from typing import IO, Annotated, Literal
 from urllib.parse import unquote
 
 from fastapi import Depends
@@ -39,7 +40,6 @@ from pipeline.hub.database import Database, open_database, read_only, tokens
 from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
-from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.git import Signature
 from pipeline.hub.http_json import chunks
 from pipeline.hub.repositories import (
@@ -52,7 +52,6 @@ from pipeline.hub.repositories import (
     open_bases,
 )
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens import Role, digest
 from serving.http.requests import other_site
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -60,6 +59,8 @@ READING = frozenset({"GET", "HEAD", "OPTIONS"})
 # the repository is missing.
 _OF_A_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/.|/.+/resolve/.")
 
+Role = Literal["read", "write"]
+NeededCommits = Callable[[], Collection[str]]
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines that git prints after a push. The arguments are the repository, the open pull
 requests (ref → the ref of the branch that it is for), and the changes of the refs."""
@@ -266,6 +267,12 @@ for _name, _regex in {
 
 API = "/api/{repository:typed_repository}"
 FILES = "/{repository:repository}"
+
+
+def digest(token: bytes) -> str:
+    """What the hub stores of a token. A slower hash is not needed, because a token has 160 random
+    bits, and nobody can find it by trying."""
+    return hashlib.sha256(token).hexdigest()
 
 
 def sent_token(scope: Scope) -> bytes:

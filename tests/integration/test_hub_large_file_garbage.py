@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.formats import Pointer
 from pipeline.hub import xet
-from pipeline.hub.garbage import purge
 from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.routes.administration import purge
 from pipeline.hub.service import stopped_hub
 from pipeline.hub.xet import XetStore
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
