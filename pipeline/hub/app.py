@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from cryptography.fernet import Fernet
 from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client import generate_latest
 from sqlalchemy import text
@@ -90,13 +89,6 @@ def create_app(
             "The hub's own token is empty, and with an empty token anybody could push: give the "
             "hub a token."
         )
-    try:
-        Fernet(secret_key)
-    except ValueError as error:
-        raise HubError(
-            f"The hub's secret key is not a Fernet key ({error}): give 32 random bytes in URL-safe "
-            "base64."
-        ) from None
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
@@ -111,8 +103,8 @@ def create_app(
             log = EventLog(database=database, hub_url=settings.url)
             repositories = Repositories(root.absolute())
             await reconcile_at_start(repositories, log)
-            deliverer.start()
-            upkeep = asyncio.create_task(_keep_up(settings, repositories, log))
+            upkeep = _keep_up(settings, repositories, log)
+            tasks = [asyncio.create_task(each) for each in (deliverer.run(), upkeep)]
             app.state.hub = Hub(
                 settings=settings,
                 database=database,
@@ -129,9 +121,9 @@ def create_app(
             try:
                 yield
             finally:
-                upkeep.cancel()
-                await asyncio.gather(upkeep, return_exceptions=True)
-                await deliverer.stop()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 database.close()
 
     api = FastAPI(

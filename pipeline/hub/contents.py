@@ -19,7 +19,7 @@ from pipeline.formats import HEAD, MAX_HEAD_CHARACTERS, HeadLoader, Pointer, may
 from pipeline.hub.errors import BadRequest, EntryNotFound, RequestError, RevisionNotFound, TooSlow
 from pipeline.hub.git import PLACE, git, git_environment, lines_of
 from pipeline.hub.http_json import Json, iso_time
-from pipeline.hub.repositories import SHA, Repository, is_path, is_ref_name, peeled_refs
+from pipeline.hub.repositories import SHA, Repository, is_path, is_ref_name, read_refs
 
 _BLOBS_PER_PROCESS = 10_000
 
@@ -236,6 +236,7 @@ def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
             yield Entry(type="directory", path=prefix + path, oid=oid)
 
 
+BRANCHES = "refs/heads/"
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
 # 9999-12-31, the latest date that Python can represent. A commit may have a later date.
 _LATEST_SECONDS = 253402300799
@@ -259,7 +260,8 @@ def resolve_revision(repository: Repository, revision: str) -> str:
     for found in look_up(repository, [f"{name}^{{commit}}" for name in _candidates(revision)]):
         if found is not None:
             return found[0]
-    branches = [name for name, _ in peeled_refs(repository, "refs/heads/")]
+    refs = read_refs(repository)
+    branches = [ref.removeprefix(BRANCHES) for ref in refs if ref.startswith(BRANCHES)]
     if not branches:
         raise RevisionNotFound(
             f"The {repository.name} has no commit yet: push one with "

@@ -300,34 +300,29 @@ Answer = TypeVar("Answer")
 
 @dataclass
 class Deliverer:
-    """Sends deliveries from `start` until `stop`. It looks for new ones after each write into the
-    database."""
-
     database: Database
     settings: HubSettings
     secret_key: bytes
     metrics: HubMetrics
     jobs_store: JobStore
-    _dispatcher: asyncio.Task[None] | None = None
     _more: asyncio.Event = field(default_factory=asyncio.Event)
     _sending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """By the webhook's id: the task that sends the head of its queue."""
 
-    def start(self) -> None:
-        """The caller is in the event loop. First sends the deliveries that an earlier run of the
-        hub left pending."""
+    async def run(self) -> None:
+        """Sends deliveries until it is cancelled, first those that an earlier run of the hub left
+        pending. Looks for new ones after each write into the database. A cancellation breaks off
+        the unfinished attempts. The states of their deliveries do not change, so the next run of
+        the hub sends these deliveries again."""
         loop = asyncio.get_running_loop()
         self.database.after_write = lambda: loop.call_soon_threadsafe(self._more.set)
-        self._dispatcher = asyncio.create_task(self._dispatch())
-
-    async def stop(self) -> None:
-        """Breaks off the unfinished attempts. The states of their deliveries do not change, so the
-        next run of the hub sends these deliveries again."""
-        self.database.after_write = lambda: None
-        tasks = [*self._sending.values(), *([self._dispatcher] if self._dispatcher else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self._dispatch()
+        finally:
+            self.database.after_write = lambda: None
+            for task in self._sending.values():
+                task.cancel()
+            await asyncio.gather(*self._sending.values(), return_exceptions=True)
 
     async def _dispatch(self) -> None:
         """Starts a task for each head that is due, then waits until another one is."""
@@ -336,7 +331,7 @@ class Deliverer:
             # Taken before the queues are read: what is read about a head that is being sent may be
             # out of date. When its task ends, it sets `_more`.
             busy = set(self._sending)
-            queues = await self._until_it_works("dispatcher", self._read_queues)
+            queues = await self._until_it_works("dispatcher", lambda: self._read(webhooks.queues))
             waits = {id: at - time.time() for id, at in queues.items() if id not in busy}
             for webhook_id, seconds in waits.items():
                 if seconds <= 0:
@@ -349,24 +344,24 @@ class Deliverer:
 
     async def _send_head(self, webhook_id: str) -> None:
         try:
-            found = await self._until_it_works("webhook", self._read_head, webhook_id)
+            found = await self._until_it_works(
+                "webhook", lambda: self._read(webhooks.head, webhook_id)
+            )
             if found is not None:
                 attempt = await self._attempt(*found)
                 # Apart from the attempt, which must not be repeated each second.
-                await self._until_it_works("webhook", self._settle, *found, attempt)
+                await self._until_it_works("webhook", lambda: self._settle(*found, attempt))
         finally:
             del self._sending[webhook_id]
             self._more.set()
 
-    async def _until_it_works(
-        self, worker: str, act: Callable[..., Answer], *arguments: object
-    ) -> Answer:
+    async def _until_it_works(self, worker: str, act: Callable[[], Answer]) -> Answer:
         """Calls `act` in a thread, and after an error calls it again. The disk may be full, the
         database may be locked or damaged, or the hub has an error. The deliveries are still stored,
         so they must go on after any error; otherwise they would wait for a restart of the hub."""
         while True:
             try:
-                return await asyncio.to_thread(act, *arguments)
+                return await asyncio.to_thread(act)
             except Exception:
                 self.metrics.worker_failures.labels(worker=worker).inc()
                 logger.exception(
@@ -375,13 +370,9 @@ class Deliverer:
                 )
                 await asyncio.sleep(BROKEN_OFF_SECONDS)
 
-    def _read_queues(self) -> dict[str, float]:
+    def _read(self, query: Callable[..., Answer], *arguments: object) -> Answer:
         with self.database.read() as connection:
-            return webhooks.queues(connection)
-
-    def _read_head(self, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
-        with self.database.read() as connection:
-            return webhooks.head(connection, webhook_id)
+            return query(connection, *arguments)
 
     def _settle(self, due: Due, webhook: StoredWebhook, attempt: Attempt) -> None:
         with self.database.write() as connection:

@@ -386,23 +386,6 @@ def read_refs(repository: Repository) -> Mapping[str, str]:
     return {ref: sha for sha, ref in pairs}
 
 
-def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
-    """For each ref below `prefix`, its name without `prefix` and the sha of its commit. A tag of a
-    file or a folder is left out, because a client would take the file or folder for a commit."""
-    output = git(
-        repository.folder,
-        "for-each-ref",
-        "--format=%(refname) %(objectname) %(objecttype) %(*objectname) %(*objecttype)",
-        prefix,
-    )
-    found = []
-    for line in lines_of(output):
-        ref, sha, type, peeled, peeled_type = line.split(" ")
-        if (peeled_type or type) not in ("blob", "tree"):
-            found.append((ref.removeprefix(prefix), peeled or sha))
-    return found
-
-
 def open_bases(database: Database, repository: Repository) -> dict[str, str]:
     """The pull requests that are open: ref → the ref of the branch that it is for."""
     wanted = select(discussions.c.num, discussions.c.base).where(

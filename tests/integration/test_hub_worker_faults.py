@@ -71,7 +71,7 @@ class Outbox:
             deliverer = Deliverer(
                 self.database, HubSettings(), SECRET_KEY, self.metrics, starts_no_job
             )
-            deliverer.start()
+            running = asyncio.create_task(deliverer.run())
             try:
                 async with asyncio.timeout(30):
                     for number, condition in enumerate(conditions):
@@ -80,7 +80,8 @@ class Outbox:
                         if number == 0:
                             repair()
             finally:
-                await deliverer.stop()
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
 
         asyncio.run(serve())
 

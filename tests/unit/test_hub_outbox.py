@@ -129,7 +129,7 @@ def test_the_log_says_that_a_delivery_waits_after_a_410(
     kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     deliverer = idle_deliverer(kept)
-    found = deliverer._read_head(kept.webhook().id)
+    found = deliverer._read(webhooks.head, kept.webhook().id)
     assert found is not None
     deliverer._settle(*found, replace(failed(0), response_status=410))
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
@@ -158,7 +158,7 @@ def test_a_replay_during_the_last_attempt_makes_it_pending(
     deliverer = idle_deliverer(kept)
     kept.change(queued_at=time.time() - DAY)
     [stored] = kept.deliveries()
-    found = deliverer._read_head(stored.webhook_id)
+    found = deliverer._read(webhooks.head, stored.webhook_id)
     assert found is not None
     due, webhook = found
     with kept.database.write() as connection:

@@ -31,7 +31,7 @@ from pipeline.hub.contents import (
     read_tree,
     resolve_revision,
 )
-from pipeline.hub.errors import RevisionNotFound
+from pipeline.hub.errors import Conflict, RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.git import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import (
@@ -46,12 +46,12 @@ from pipeline.hub.repositories import (
     RefChange,
     Repository,
     new_file_path,
+    open_bases,
     read_refs,
     remember,
 )
 from pipeline.hub.routes.discussions import (
     MAX_TITLE,
-    check_takes_commits,
     list_discussions,
     open_discussion,
 )
@@ -207,8 +207,11 @@ def commit_to_branch(
     log: EventLog, repository: Repository, identity: Identity, revision: str, body: CommitBody
 ) -> Made:
     ref, head = find_branch(repository, revision)
-    if ref.startswith(PULL_REQUEST_PREFIX):
-        check_takes_commits(log, repository, ref)
+    if ref.startswith(PULL_REQUEST_PREFIX) and ref not in open_bases(log.database, repository):
+        raise Conflict(
+            f"The pull request of {ref} is merged or closed, so it takes no more commits: open "
+            "another one."
+        )
     sha = make_commit(repository, ref, head, body, identity.signature)
     return sha, () if sha == head else record_ref_changes(repository, log), None
 

@@ -452,16 +452,6 @@ def squash(repository: Repository, base: str, head: str, *, message: str, author
     return commit.decode().strip()
 
 
-def check_takes_commits(log: EventLog, repository: Repository, ref: str) -> None:
-    """Raises Conflict if the pull request of this ref is closed or merged: such a pull request
-    takes no more commits. Raises NotFound if there is no pull request for this ref."""
-    with log.database.read() as connection:
-        num = int(ref.removeprefix(PULL_REQUEST_PREFIX))
-        discussion = find_discussion(connection, repository, num)
-    if discussion.status not in OPEN:
-        raise Conflict(f"Pull request {num} is {discussion.status}: open another one.")
-
-
 def _as_json(discussion: Discussion, repository: Repository) -> Json:
     return {
         "num": discussion.num,

@@ -13,7 +13,7 @@ from pipeline.hub.commits import first_commit
 from pipeline.hub.contents import resolve_revision
 from pipeline.hub.errors import BadRequest, Conflict, NotSupported, RevisionNotFound
 from pipeline.hub.events import Event, owner_id, record_ref_changes
-from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
+from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git, lines_of
 from pipeline.hub.http_json import Json, client_warning, hub_url, json_body
 from pipeline.hub.repositories import (
     RESERVED_OWNERS,
@@ -22,7 +22,6 @@ from pipeline.hub.repositories import (
     RepositoryName,
     RepositoryType,
     is_ref_name,
-    peeled_refs,
     read_refs,
     remember,
     repository_name,
@@ -244,9 +243,19 @@ def _delete_ref(hub: Hub, repository: Repository, ref: str) -> None:
 
 
 def _listed(repository: Repository, prefix: str) -> list[dict[str, str]]:
+    """The refs below `prefix`, with their commits. A tag of a file or a folder is left out, because
+    a client would take the file or folder for a commit."""
+    output = git(
+        repository.folder,
+        "for-each-ref",
+        "--format=%(refname) %(objectname) %(objecttype) %(*objectname) %(*objecttype)",
+        prefix,
+    )
+    refs = (line.split(" ") for line in lines_of(output))
     return [
-        {"name": name, "ref": f"{prefix}{name}", "targetCommit": commit}
-        for name, commit in peeled_refs(repository, prefix)
+        {"name": ref.removeprefix(prefix), "ref": ref, "targetCommit": peeled or sha}
+        for ref, sha, type, peeled, peeled_type in refs
+        if (peeled_type or type) not in ("blob", "tree")
     ]
 
 
