@@ -101,7 +101,7 @@ def create_app(
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, secret_key, metrics, jobs_store)
             log = EventLog(database=database, hub_url=settings.url)
-            repositories = Repositories(root.absolute())
+            repositories = Repositories(root.absolute(), database)
             await reconcile_at_start(repositories, log)
             upkeep = _keep_up(settings, repositories, log)
             tasks = [asyncio.create_task(each) for each in (deliverer.run(), upkeep)]

@@ -188,8 +188,8 @@ async def reconcile_at_start(repositories: Repositories, log: EventLog) -> None:
     """Removes what a killed hub left unfinished, and the rows of repositories whose folder is
     missing. Then calls `reconcile`. It must end before the hub answers its first request."""
     repositories.remove_incomplete()
+    known, on_disk = repositories.all(), repositories.on_disk()
     with log.database.write() as connection:
-        known, on_disk = repositories.all(connection), repositories.on_disk()
         for repository in known:
             if repository.folder not in on_disk:
                 logger.warning(
@@ -218,4 +218,4 @@ async def reconcile(repositories: Repositories, log: EventLog) -> None:
                 *(repository.name, error),
             )
 
-    await repositories.for_each(log.database, record_or_complain)
+    await repositories.for_each(record_or_complain)

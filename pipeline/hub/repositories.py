@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -198,7 +198,8 @@ class Repositories:
     repository, so a move changes only a row. A new repository is made in `root/incoming`. A deleted
     repository is first moved to `root/removed`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, database: Database) -> None:
+        self.database = database
         self.incoming = root / "incoming"
         """Holds unfinished repositories and pushes. It is emptied when the hub starts."""
         self._root = root
@@ -222,33 +223,24 @@ class Repositories:
                     yield repository
                     return
 
-    async def for_each(self, database: Database, act: Callable[[Repository], object]) -> None:
+    async def for_each(self, act: Callable[[Repository], object]) -> None:
         """Calls `act` in a thread for each repository whose folder exists, under its lock."""
-
-        def find(id: str) -> Repository:
-            with database.read() as connection:
-                return self.find_by_id(connection, id)
-
-        with database.read() as connection:
-            ids = [repository.id for repository in self.all(connection)]
-        for id in ids:
+        for present in self.all():
             with suppress(RepositoryNotFound):  # the repository was removed meanwhile
-                async with self.locked(partial(find, id)) as repository:
+                async with self.locked(partial(self.find_by_id, present.id)) as repository:
                     if repository.folder.exists():
                         await asyncio.to_thread(act, repository)
 
     def folder(self, id: str) -> Path:
         return self._repos / f"{id}.git"
 
-    def find(
-        self, connection: Connection, name: RepositoryName, reached: Collection[str] | None = None
-    ) -> Repository:
+    def find(self, name: RepositoryName, reached: Collection[str] | None = None) -> Repository:
         """The repository of this name, in upper or lower case. Raises RepositoryNotFound if it does
         not exist, or if its id is not in `reached`. Both get the same error, so that no client
         learns which repositories exist. None means that all are reached."""
-        row = connection.execute(select(table).where(_is(name))).one_or_none()
-        if row is not None and (reached is None or row.id in reached):
-            return self._from_row(row)
+        found = self._read(_is(name))
+        if found and (reached is None or found[0].id in reached):
+            return found[0]
         if reached is not None:
             raise RepositoryNotFound(
                 f"There is no {name} here, or the token does not reach it: check the name, or use "
@@ -259,15 +251,21 @@ class Repositories:
             f"`hf repos create {name.id} --type {name.type}`."
         )
 
-    def find_by_id(self, connection: Connection, id: str) -> Repository:
+    def find_by_id(self, id: str) -> Repository:
         """The repository of this id, whatever its name is now. Raises RepositoryNotFound."""
-        row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
-        if row is None:
+        found = self._read(table.c.id == id)
+        if not found:
             raise RepositoryNotFound(f"There is no repository with the id {id} here any more.")
-        return self._from_row(row)
+        return found[0]
 
-    def all(self, connection: Connection) -> list[Repository]:
-        return [self._from_row(row) for row in connection.execute(select(table))]
+    def all(self) -> list[Repository]:
+        return self._read()
+
+    def _read(self, *conditions: ColumnElement[bool]) -> list[Repository]:
+        with self.database.read() as connection:
+            return [
+                self._from_row(row) for row in connection.execute(select(table).where(*conditions))
+            ]
 
     @contextmanager
     def prepared(self, name: RepositoryName) -> Iterator[Repository]:
@@ -299,7 +297,7 @@ class Repositories:
             )
         )
         prepared.folder.rename(self.folder(prepared.id))
-        return self.find_by_id(connection, prepared.id)
+        return replace(prepared, folder=self.folder(prepared.id))
 
     @contextmanager
     def removal(self, repository: Repository) -> Iterator[None]:

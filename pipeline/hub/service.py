@@ -36,7 +36,7 @@ from starlette.types import Scope
 
 from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
 from jobs.store import JobStore
-from pipeline.hub.database import Database, open_database, read_only, tokens
+from pipeline.hub.database import REPOS, Database, open_database, read_only, tokens
 from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
@@ -95,19 +95,19 @@ def folder_of(root: Path, name: RepositoryName) -> Path | None:
     named = "SELECT id FROM repositories WHERE type = ? AND owner = ? AND name = ?"
     with read_only(database_path(root)) as connection:
         row = connection.execute(named, (name.type, name.owner, name.name)).fetchone()
-    return None if row is None else Repositories(root).folder(row[0])
+    return None if row is None else root / REPOS / f"{row[0]}.git"
 
 
 @contextlib.contextmanager
-def stopped_hub(root: Path) -> Iterator[tuple[Database, Repositories]]:
-    """Opens the database and the repositories of a hub that does not run. No hub can start in this
+def stopped_hub(root: Path) -> Iterator[Repositories]:
+    """Opens the repositories and the database of a hub that does not run. No hub can start in this
     folder until the `with` block ends. Raises HubInUse if a hub runs."""
     with only_hub_in(root):
         database = open_database(database_path(root))
         try:
-            repositories = Repositories(root.absolute())
+            repositories = Repositories(root.absolute(), database)
             repositories.remove_incomplete()
-            yield database, repositories
+            yield repositories
         finally:
             database.close()
 
@@ -222,16 +222,10 @@ class Hub:
         owner, _, name = id.rpartition("/")
         return RepositoryName(type=type, owner=owner or self.settings.owner, name=name)
 
-    def find_by_id(self, id: str) -> Repository:
-        """Raises RepositoryNotFound."""
-        with self.database.read() as connection:
-            return self.repositories.find_by_id(connection, id)
-
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
         """Raises RepositoryNotFound if the repository does not exist, or if the token does not
         reach it."""
-        with self.database.read() as connection:
-            return self.repositories.find(connection, name, reached=identity.repositories)
+        return self.repositories.find(name, identity.repositories)
 
     def locked(
         self, name: RepositoryName, identity: Identity

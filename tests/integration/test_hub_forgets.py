@@ -51,7 +51,7 @@ def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_
 
 def forget_events(place: Place) -> None:
     """As the hub does when they are old."""
-    with stopped_hub(place.home.hub_dir) as (database, _), database.write() as connection:
+    with stopped_hub(place.home.hub_dir) as hub, hub.database.write() as connection:
         connection.execute(delete(tables.events))
 
 

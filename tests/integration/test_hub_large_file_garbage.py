@@ -100,18 +100,17 @@ def test_a_purge_that_was_killed_finds_the_files_again(
         bad = place.push("a.bin", b"secret")
         hub.git("reset", "-q", "--hard", good, cwd=place.work)
         place.push("b.bin", b"new", "--force")
-    with stopped_hub(place.root) as (database, repositories):
-        with database.read() as connection:
-            [repository] = repositories.all(connection)
+    with stopped_hub(place.root) as repositories:
+        [repository] = repositories.all()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
             def killed(*_: object, **__: object) -> None:
                 raise KeyboardInterrupt
 
             patch.setattr(LargeFiles, "remove", killed)
-            purge(repository, database, bad)
+            purge(repository, repositories.database, bad)
         assert b"secret" in place.contents()
-        purge(repository, database, bad)
+        purge(repository, repositories.database, bad)
     assert place.contents() == {b"good", b"new"}
 
 

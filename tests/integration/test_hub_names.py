@@ -37,7 +37,7 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.database = open_database(root / "hub.sqlite")
         self.log = EventLog(database=self.database, hub_url="http://hub")
-        self.repositories = Repositories(root)
+        self.repositories = Repositories(root, self.database)
         self.repositories.remove_incomplete()
         self.first = self.create(FACTS)
         tree = git(self.first.folder, "mktree").decode().strip()
@@ -54,8 +54,7 @@ class Folder:
             return self.repositories.add(connection, prepared)
 
     def find(self, name: RepositoryName = FACTS) -> Repository:
-        with self.database.read() as connection:
-            return self.repositories.find(connection, name)
+        return self.repositories.find(name)
 
     def replace(self) -> Repository:
         """Moves `local/facts` away, and creates an empty one in its place."""

@@ -51,7 +51,7 @@ router = APIRouter(prefix="/api/settings", dependencies=[Depends(hubs_own)])
 
 @router.get("/tokens")
 def show_tokens(hub: HubOf) -> list[Json]:
-    return list_tokens(hub.database, hub.repositories)
+    return list_tokens(hub.repositories)
 
 
 @router.post("/tokens/{name:part}")
@@ -62,13 +62,13 @@ def create(
     all repositories. An empty `repositories` is an error, so that a script whose variable is empty
     gets no token for everything."""
     reaches = [] if repositories is None else repositories.split(",")
-    made = create_token(hub.database, hub.repositories, name, role, reaches)
+    made = create_token(hub.repositories, name, role, reaches)
     return JSONResponse(made, headers={"Cache-Control": "no-store"})
 
 
 @router.delete("/tokens/{name:part}")
 def revoke(hub: HubOf, name: str) -> Json:
-    return revoke_token(hub.database, name)
+    return revoke_token(hub.repositories, name)
 
 
 @router.post("/gc")
@@ -81,7 +81,7 @@ async def gc(hub: HubOf) -> Json:
     def collect(repository: Repository) -> None:
         removed.update(collect_garbage(repository, hub.database, hub.needed_commits))
 
-    await hub.repositories.for_each(hub.database, collect)
+    await hub.repositories.for_each(collect)
     return {**removed}
 
 
@@ -109,13 +109,7 @@ def check_name(name: str) -> None:
         )
 
 
-def create_token(
-    database: Database,
-    repositories: Repositories,
-    name: str,
-    role: str,
-    reaches: Sequence[str],
-) -> Json:
+def create_token(repositories: Repositories, name: str, role: str, reaches: Sequence[str]) -> Json:
     """Creates a token. `reaches` are the only repositories for which it is valid, such as
     `dataset:local/facts`; if it is empty, the token is for all repositories. Only this answer
     shows the token."""
@@ -123,8 +117,8 @@ def create_token(
         raise BadRequest(f"{role!r} is not a role: choose read or write.")
     check_name(name)
     token = f"hf_{secrets.token_hex(20)}"
-    with database.write() as connection:
-        ids = [repositories.find(connection, _named(item)).id for item in reaches]
+    ids = [repositories.find(_named(item)).id for item in reaches]
+    with repositories.database.write() as connection:
         if connection.execute(select(table.c.name).where(table.c.name == name)).first() is not None:
             raise Conflict(
                 f"There is a token {name!r} already: revoke it first, or choose another name."
@@ -152,11 +146,9 @@ def _named(item: str) -> RepositoryName:
     return repository_name(type, owner, short)
 
 
-def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
-    with database.read() as connection:
-        names = {
-            each.id: f"{each.name.type}:{each.name.id}" for each in repositories.all(connection)
-        }
+def list_tokens(repositories: Repositories) -> list[Json]:
+    names = {each.id: f"{each.name.type}:{each.name.id}" for each in repositories.all()}
+    with repositories.database.read() as connection:
         return [
             {
                 "name": row.name,
@@ -169,9 +161,9 @@ def list_tokens(database: Database, repositories: Repositories) -> list[Json]:
         ]
 
 
-def revoke_token(database: Database, name: str) -> Json:
+def revoke_token(repositories: Repositories, name: str) -> Json:
     """Deletes a token, so that the next request with it is refused. Raises NotFound."""
-    with database.write() as connection:
+    with repositories.database.write() as connection:
         if connection.execute(delete(table).where(table.c.name == name)).rowcount == 0:
             raise NotFound(
                 f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."

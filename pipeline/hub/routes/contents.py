@@ -69,10 +69,11 @@ def list_repositories(
     with hub.database.read() as connection:
         newest = select(refs.c.repository_id, refs.c.sha).where(refs.c.ref == DEFAULT_BRANCH)
         heads = {row.repository_id: row.sha for row in connection.execute(newest)}
-        present = hub.repositories.all(connection)
     found = [
         described(repository, heads.get(repository.id))
-        for repository in sorted(present, key=lambda each: each.created_at, reverse=True)
+        for repository in sorted(
+            hub.repositories.all(), key=lambda each: each.created_at, reverse=True
+        )
         if repository.name.type == type
         and identity.may_see(repository)
         and author.lower() in ("", repository.name.owner.lower())

@@ -130,7 +130,7 @@ def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFile
             "The signature of this URL is wrong, or it has expired: ask the batch route of Git LFS "
             "for a new URL."
         )
-    return LargeFiles(hub.find_by_id(repository_id).folder), int(size)
+    return LargeFiles(hub.repositories.find_by_id(repository_id).folder), int(size)
 
 
 Signed = Annotated[tuple[LargeFiles, int], Depends(_signed)]
@@ -176,7 +176,7 @@ def _store(request: Request, hub: HubOf, repository_id: str, store_id: str) -> X
             "This is not an access token of this hub for this Xet store, or it has expired: ask "
             "for a new one."
         )
-    return XetStore(hub.find_by_id(repository_id).folder, store_id)
+    return XetStore(hub.repositories.find_by_id(repository_id).folder, store_id)
 
 
 Store = Annotated[XetStore, Depends(_store)]

@@ -273,7 +273,7 @@ def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> dict
         described["url"] = webhook.url
     else:
         described["job"] = {"sourceId": webhook.job_id}
-    present = [repository.name for repository in hub.repositories.all(connection)]
+    present = [repository.name for repository in hub.repositories.all()]
     # Not an error, because somebody may create the repository later.
     if warnings := [reason for item in webhook.watched for reason in _in_vain(item, present)]:
         described["warnings"] = warnings
