@@ -136,10 +136,18 @@ async def _answer(due: Due, target: httpx.URL, secret: str | None) -> dict[str, 
     # also get the requests to receivers on this machine.
     async with httpx.AsyncClient(verify=_certificates(), trust_env=False, timeout=None) as client:
         for address in await resolve(target.host, port):
+            # The URL has the address; the host's name is in the header `Host` and in TLS.
+            named = {"Host": target.netloc.decode("ascii")}
+            is_private = target.scheme == "https" or address.is_loopback
+            request = client.build_request(
+                "POST",
+                target.copy_with(host=str(address)),
+                content=due.payload.encode(),
+                headers=named | headers(due, secret, is_private),
+                extensions={"sni_hostname": target.raw_host.decode("ascii")},
+            )
             try:
-                response = await client.send(
-                    _request(client, target, address, due, secret), stream=True
-                )
+                response = await client.send(request, stream=True)
             except httpx.ConnectError as failure:
                 error = str(failure)
                 is_refused = is_refused and address.is_loopback and _is_refusal(failure)
@@ -165,20 +173,6 @@ def _is_refusal(failure: httpx.ConnectError) -> bool:
 @cache
 def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
-
-
-def _request(
-    client: httpx.AsyncClient, target: httpx.URL, address: Address, due: Due, secret: str | None
-) -> httpx.Request:
-    """The request. Its URL has the address; the host's name is in the Host header and in TLS."""
-    is_private = target.scheme == "https" or address.is_loopback
-    return client.build_request(
-        "POST",
-        target.copy_with(host=str(address)),
-        content=due.payload.encode(),
-        headers={"Host": target.netloc.decode("ascii"), **headers(due, secret, is_private)},
-        extensions={"sni_hostname": target.raw_host.decode("ascii")},
-    )
 
 
 def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:

@@ -68,13 +68,12 @@ class NewComment(BaseModel):
     comment: str
 
 
-class NewStatus(BaseModel):
-    status: Literal["open", "closed"]
-    comment: str | None = None
-
-
 class Merge(BaseModel):
     comment: str | None = None
+
+
+class NewStatus(Merge):
+    status: Literal["open", "closed"]
 
 
 @dataclass(frozen=True, kw_only=True)
