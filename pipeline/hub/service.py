@@ -5,7 +5,7 @@ API clients send the token as Bearer; git sends it as the password of Basic, wit
 
 A route gets these dependencies as arguments. FastAPI runs them in their order, and each raises the
 error that the client gets. A route gets its repository from `Readable` or `Locked`, or finds it
-with `Hub.find_reached`, as both do. A route that belongs to no repository has `everywhere`,
+with `Repositories.find`, as both do. A route that belongs to no repository has `everywhere`,
 `person` or `hubs_own`; the few without them tell a client nothing that its token does not reach.
 """
 
@@ -222,16 +222,13 @@ class Hub:
         owner, _, name = id.rpartition("/")
         return RepositoryName(type=type, owner=owner or self.settings.owner, name=name)
 
-    def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
-        """Raises RepositoryNotFound if the repository does not exist, or if the token does not
-        reach it."""
-        return self.repositories.find(name, identity.repositories)
-
     def locked(
         self, name: RepositoryName, identity: Identity
     ) -> AbstractAsyncContextManager[Repository]:
-        """As `find_reached`, and holds the repository's lock within the block."""
-        return self.repositories.locked(partial(self.find_reached, name, identity))
+        """The repository, if the token reaches it, under its lock within the block."""
+        return self.repositories.locked(
+            partial(self.repositories.find, name, identity.repositories)
+        )
 
 
 async def hub_of(request: Request) -> Hub:
@@ -358,7 +355,7 @@ Named = Annotated[RepositoryName, Depends(named)]
 
 
 def readable(hub: HubOf, identity: Who, name: Named) -> Repository:
-    return hub.find_reached(name, identity)
+    return hub.repositories.find(name, identity.repositories)
 
 
 Readable = Annotated[Repository, Depends(readable)]

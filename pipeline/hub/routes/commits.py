@@ -119,7 +119,7 @@ async def preupload(
     path: the sha256 of a large file, or else the sha of the blob. If the client's file has the same
     id, the client does not send it."""
     paths = [new_file_path(file.path) for file in body.files]
-    find = partial(hub.find_reached, name, identity)
+    find = partial(hub.repositories.find, name, identity.repositories)
     # Most repositories have a commit, and then the request need not wait for the lock.
     if not await run_in_threadpool(lambda: read_refs(find())):
         async with hub.locked(name, identity) as repository:
