@@ -128,13 +128,15 @@ router = APIRouter(prefix="/api/settings", dependencies=[Depends(person)])
 @router.get("/webhooks")
 def list_all(hub: HubOf) -> list[Json]:
     with hub.database.read() as connection:
-        return [_described(hub, connection, one) for one in list_webhooks(connection)]
+        present = list_webhooks(connection)
+    return [_described(hub, each) for each in present]
 
 
 @router.get("/webhooks/{id}")
 def show(hub: HubOf, id: str) -> Json:
     with hub.database.read() as connection:
-        return {"webhook": _described(hub, connection, get_webhook(connection, id))}
+        webhook = get_webhook(connection, id)
+    return {"webhook": _described(hub, webhook)}
 
 
 def _checked(
@@ -166,16 +168,14 @@ Checked = Annotated[WebhookRequest, Depends(_checked)]
 def create(hub: HubOf, body: Checked) -> JSONResponse:
     with hub.database.write() as connection:
         created = create_webhook(connection, body, hub.secret_key)
-        described = _described(hub, connection, created)
-    return _changed(described | ({"secret": body.secret} if body.secret else {}))
+    return _changed(_described(hub, created) | ({"secret": body.secret} if body.secret else {}))
 
 
 @router.post("/webhooks/{id}")
 def change(hub: HubOf, body: Checked, id: str) -> JSONResponse:
     with hub.database.write() as connection:
         changed = update_webhook(connection, id, body, hub.secret_key)
-        described = _described(hub, connection, changed)
-    return _changed(described)
+    return _changed(_described(hub, changed))
 
 
 @router.delete("/webhooks/{id}")
@@ -249,7 +249,8 @@ def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) ->
     with hub.database.write() as connection:
         webhook = get_webhook(connection, id)
         change_webhook(connection, webhook, **NO_FAILURES, disabled=act == "disable")
-        return {"webhook": _described(hub, connection, get_webhook(connection, id))}
+        changed = get_webhook(connection, id)
+    return {"webhook": _described(hub, changed)}
 
 
 def _changed(webhook: dict[str, Any]) -> JSONResponse:
@@ -258,7 +259,7 @@ def _changed(webhook: dict[str, Any]) -> JSONResponse:
     return JSONResponse({"webhook": webhook}, headers=headers)
 
 
-def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> dict[str, Any]:
+def _described(hub: Hub, webhook: StoredWebhook) -> dict[str, Any]:
     """The webhook in the form that `huggingface_hub` parses, with `status` and `warnings` in
     addition. The secret is left out. Only the answer to the request that creates a webhook has it.
     """
