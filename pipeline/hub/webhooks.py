@@ -121,8 +121,11 @@ def find_webhook(connection: Connection, id: str) -> StoredWebhook | None:
     return None if row is None else _from_row(row)
 
 
-def change_webhook(connection: Connection, webhook: StoredWebhook, **values: object) -> None:
-    connection.execute(update(table).where(table.c.id == webhook.id).values(values))
+def change_webhook(
+    connection: Connection, webhook: StoredWebhook, **values: object
+) -> StoredWebhook:
+    changed = update(table).where(table.c.id == webhook.id).values(values).returning(table)
+    return _from_row(connection.execute(changed).one())
 
 
 def get_enabled_webhook(connection: Connection, id: str) -> StoredWebhook:
@@ -252,9 +255,9 @@ def settle(
     if before is None or not (attempt.succeeded or before == webhook):
         return stored, None
     if attempt.succeeded:
-        change_webhook(connection, before, **NO_FAILURES)
+        after = change_webhook(connection, before, **NO_FAILURES)
     elif attempt.response_status == GONE:
-        change_webhook(connection, before, **NO_FAILURES, disabled=True)
+        after = change_webhook(connection, before, **NO_FAILURES, disabled=True)
     else:
         now, since = time.time(), before.failing_since or attempt.started_at
         failing_seconds = attempt.started_at - since
@@ -268,9 +271,7 @@ def settle(
         changes = {"failing_since": since, "retry_at": now + wait}
         if failing_seconds >= settings.suspend_after_seconds and before.suspended_at is None:
             changes["suspended_at"] = now
-        change_webhook(connection, before, **changes)
-    after = find_webhook(connection, webhook.id)
-    assert after is not None
+        after = change_webhook(connection, before, **changes)
     return stored, None if after.status == before.status else after.status
 
 

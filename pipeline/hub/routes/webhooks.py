@@ -117,9 +117,7 @@ def update_webhook(
     seen = ("url", "job_id", "encrypted_secret")
     if any(name in changes and changes[name] != getattr(webhook, name) for name in seen):
         changes |= NO_FAILURES
-    if changes:
-        change_webhook(connection, webhook, **changes)
-    return get_webhook(connection, id)
+    return change_webhook(connection, webhook, **changes) if changes else webhook
 
 
 router = APIRouter(prefix="/api/settings", dependencies=[Depends(person)])
@@ -248,8 +246,8 @@ def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) ->
     enabled, and it gets no deliveries for events that happen in the meantime."""
     with hub.database.write() as connection:
         webhook = get_webhook(connection, id)
-        change_webhook(connection, webhook, **NO_FAILURES, disabled=act == "disable")
-        changed = get_webhook(connection, id)
+        disabled = act == "disable"
+        changed = change_webhook(connection, webhook, **NO_FAILURES, disabled=disabled)
     return {"webhook": _described(hub, changed)}
 
 
