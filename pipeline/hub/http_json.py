@@ -100,7 +100,7 @@ async def _on_crash(_: Request, error: Exception) -> Response:
     )
 
 
-EXCEPTION_HANDLERS: Mapping[Any, Any] = {
+EXCEPTION_HANDLERS: dict[Any, Any] = {
     RequestError: on_request_error,
     RequestValidationError: _on_wrong_query,
     OSError: _on_failed_disk,
