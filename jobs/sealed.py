@@ -1,9 +1,10 @@
-"""Encrypts the secret environment variables of a job. The hub encrypts the variables when it
-submits a job for a webhook, and the runner decrypts the variables when it starts this job. Both use
-the same Fernet key (a symmetric key of the library `cryptography`).
+"""Encrypts secret environment variables: those of a job, and on the hub those of webhooks and
+Spaces. The copy of a job that a webhook starts gets the variables of the webhook. The runner
+decrypts them when it starts the copy, so the runner and the hub have the same Fernet key (a
+symmetric key of the library `cryptography`).
 
-The spec holds the variables only in encrypted form. So nobody can read the secrets in the database,
-in `spec.json` or in lists of jobs. Only the job's process gets the decrypted variables.
+The spec of a job holds the variables only in encrypted form. So nobody can read the secrets in the
+database, in `spec.json` or in lists of jobs. Only the job's process gets the decrypted variables.
 """
 
 import json
@@ -26,7 +27,7 @@ def unseal(token: str, key: bytes) -> dict[str, str]:
         variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
     except InvalidToken:
         raise SealBroken(
-            "The job's secrets were encrypted with another key: start the hub and the runner with "
-            "the same key, or submit the job again with its secrets."
+            "The secrets were encrypted with another key: set them again, which for a job is to "
+            "submit it again, or start the hub and the runner with the old key."
         ) from None
     return variables

@@ -57,13 +57,14 @@ def read_tokens(file: Path) -> Tokens:
             "backup, or delete it to get new tokens, which loses the secrets in the databases"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
-        try:
-            Fernet(key)
-        except ValueError:
-            raise PipelineError(
-                "PIPELINE_SECRET_KEY is not a Fernet key: 32 random bytes in URL-safe base64"
-            ) from None
-        return tokens.model_copy(update={"key": key})
+        tokens = tokens.model_copy(update={"key": key})
+    try:
+        Fernet(tokens.key)
+    except ValueError:
+        raise PipelineError(
+            f"{'PIPELINE_SECRET_KEY' if key else f'the key in {file}'} is not a Fernet key (32 "
+            "random bytes in URL-safe base64); restore the old one"
+        ) from None
     return tokens
 
 

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.database import repositories as table
-from pipeline.hub.repositories import Repositories, Repository, RepositoryName, repository_name
+from pipeline.hub.repositories import Repository, RepositoryName, repository_name
 from pipeline.hub.service import Remarks, folder_of
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server, http_config
@@ -92,7 +92,7 @@ def add_row(connection: Connection, root: Path, name: RepositoryName) -> Reposit
     """A repository without a folder, for tests of what the database does."""
     kinds = {"type": name.type, "owner": name.owner, "name": name.name}
     connection.execute(insert(table).values(id="1", created_at=0, **kinds))
-    return Repositories(root).find(connection, name)
+    return Repository(id="1", name=name, created_at=0, folder=root / "repos" / "1.git")
 
 
 def create_empty(url: str, name: str) -> None:
@@ -178,7 +178,7 @@ def running_hub(
     root: Path,
     *,
     jobs_store: JobStore | None = None,
-    needed_commits: Callable[[], Collection[str]] | None = None,
+    needed_commits: Callable[[], Collection[str]] = set,
     limits: Limits | None = None,
     secret_key: bytes = SECRET_KEY,
     remarks_on: Remarks = lambda *_: (),

@@ -15,14 +15,19 @@ from pipeline.cli.project import ChangesStack, project_home
 from pipeline.cli.terminal import HostOption, JsonOption, PortOption, print_table, without_none
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
-from pipeline.hub.database import Database
-from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import HubInUse
-from pipeline.hub.garbage import Purge, collect_garbage, plan_purge
-from pipeline.hub.garbage import purge as purge_repository
 from pipeline.hub.repositories import Repositories, RepositoryName, repository_name
+from pipeline.hub.routes.administration import (
+    Purge,
+    check_name,
+    collect_garbage,
+    create_token,
+    list_tokens,
+    plan_purge,
+    revoke_token,
+)
+from pipeline.hub.routes.administration import purge as purge_repository
 from pipeline.hub.service import stopped_hub
-from pipeline.hub.tokens import check_name, create_token, list_tokens, revoke_token
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store
@@ -81,12 +86,11 @@ def gc() -> None:
     repository waits while this command works on the repository.
     """
 
-    def collect(database: Database, repositories: Repositories) -> Counter[str]:
+    def collect(repositories: Repositories) -> Counter[str]:
         with open_job_store(load_settings(), home) as store:
-            with database.read() as connection:
-                present = [one for one in repositories.all(connection) if one.folder.exists()]
+            present = [one for one in repositories.all() if one.folder.exists()]
             needed = partial(needed_commits, home, store)
-            found = (collect_garbage(one, database, needed) for one in present)
+            found = (collect_garbage(one, repositories.database, needed) for one in present)
             return sum(found, Counter[str]())
 
     home = project_home()
@@ -166,17 +170,15 @@ def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> An
     """Returns what a purge of this commit removes from the repository. With the `method` POST, also
     carries out the purge; with GET, removes nothing."""
 
-    def act(database: Database, repositories: Repositories) -> Purge:
-        with database.read() as connection:
-            found = repositories.find(connection, name)
-            refs = open_bases(connection, found)
-        return (plan_purge if method == "GET" else purge_repository)(found, sha, refs)
+    def act(repositories: Repositories) -> Purge:
+        purge_or_plan = plan_purge if method == "GET" else purge_repository
+        return purge_or_plan(repositories.find(name), repositories.database, sha)
 
     return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")
 
 
 def _on_hub(
-    act: Callable[[Database, Repositories], Any],
+    act: Callable[[Repositories], Any],
     method: Literal["GET", "POST", "DELETE"],
     path: str,
     query: dict[str, str] | None = None,
@@ -184,8 +186,8 @@ def _on_hub(
     """If no hub runs, calls `act` in this process, and returns its result. If a hub runs, sends a
     request to this hub (`receiver.webhooks.call_hub`), and returns the JSON of the answer."""
     try:
-        with stopped_hub(project_home().hub_dir) as (database, repositories):
-            return act(database, repositories)
+        with stopped_hub(project_home().hub_dir) as repositories:
+            return act(repositories)
     except HubInUse:
         return call_hub(method, path, **hub_access(None), query=query)
 
@@ -259,7 +261,7 @@ def create(
     reaches = repository or []
     query = {"role": role} | ({"repositories": ",".join(reaches)} if reaches else {})
     made = _on_hub(
-        lambda database, repositories: create_token(database, repositories, name, role, reaches),
+        lambda repositories: create_token(repositories, name, role, reaches),
         "POST",
         f"tokens/{name}",
         query,
@@ -292,5 +294,5 @@ def list_(as_json: JsonOption = False) -> None:
 def revoke(name: NameArgument) -> None:
     """Revoke a token. The hub refuses every later request that has this token."""
     check_name(name)
-    _on_hub(lambda database, _: revoke_token(database, name), "DELETE", f"tokens/{name}")
+    _on_hub(lambda repositories: revoke_token(repositories, name), "DELETE", f"tokens/{name}")
     print(f"revoked {name}")

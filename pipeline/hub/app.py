@@ -18,15 +18,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
-from pipeline.hub import http_json, outbox
-from pipeline.hub.cipher import Cipher
+from pipeline.hub import http_json
 from pipeline.hub.database import check_database, open_database
-from pipeline.hub.deliveries import Deliverer, JobLauncher
+from pipeline.hub.deliveries import Deliverer, HubMetrics
 from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events import EventLog, owner_id, reconcile, reconcile_at_start
-from pipeline.hub.garbage import NeededCommits
 from pipeline.hub.http_json import Json
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.routes import (
     administration,
@@ -42,6 +39,7 @@ from pipeline.hub.routes import (
 from pipeline.hub.service import (
     Hub,
     HubOf,
+    NeededCommits,
     Remarks,
     Who,
     database_path,
@@ -50,6 +48,7 @@ from pipeline.hub.service import (
     only_hub_in,
 )
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import prune
 from receiver import listen
 from serving.http.requests import BodiesInFlight
 from serving.http.server import Server, http_config
@@ -67,7 +66,7 @@ def create_app(
     token: str,
     secret_key: bytes,
     jobs_store: JobStore,
-    needed_commits: NeededCommits | None = None,
+    needed_commits: NeededCommits,
     remarks_on: Remarks = lambda *_: (),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
@@ -79,8 +78,7 @@ def create_app(
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
-    names. If `needed_commits` is None, it removes none. `remarks_on` makes the lines that git shows
-    the pusher after a push.
+    names. `remarks_on` makes the lines that git shows the pusher after a push.
 
     Raises HubError if another hub uses the folder, if another version wrote it, or if the folder of
     its repositories is missing. The app's lifespan opens the folder when the server starts, and
@@ -91,8 +89,6 @@ def create_app(
             "The hub's own token is empty, and with an empty token anybody could push: give the "
             "hub a token."
         )
-    cipher = Cipher(secret_key)
-    launcher = JobLauncher(store=jobs_store, cipher=cipher, secret_key=secret_key)
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
@@ -103,19 +99,17 @@ def create_app(
         with only_hub_in(root):
             database = open_database(database_path(root))
             metrics = HubMetrics()
-            deliverer = Deliverer(database, settings, cipher, metrics, launcher)
+            deliverer = Deliverer(database, settings, secret_key, metrics, jobs_store)
             log = EventLog(database=database, hub_url=settings.url)
-            repositories = Repositories(root.absolute())
+            repositories = Repositories(root.absolute(), database)
             await reconcile_at_start(repositories, log)
-            deliverer.start()
-            upkeep = asyncio.create_task(_keep_up(settings, repositories, log))
+            upkeep = _keep_up(settings, repositories, log)
+            tasks = [asyncio.create_task(each) for each in (deliverer.run(), upkeep)]
             app.state.hub = Hub(
                 settings=settings,
                 database=database,
                 repositories=repositories,
                 log=log,
-                cipher=cipher,
-                launcher=launcher,
                 metrics=metrics,
                 token=token,
                 jobs_store=jobs_store,
@@ -127,33 +121,26 @@ def create_app(
             try:
                 yield
             finally:
-                upkeep.cancel()
-                await asyncio.gather(upkeep, return_exceptions=True)
-                await deliverer.stop()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 database.close()
 
     api = FastAPI(
         openapi_url=None,
         redirect_slashes=False,
-        exception_handlers={
-            **http_json.EXCEPTION_HANDLERS,
-            pages.LoginNeeded: pages.on_login_needed,
-        },
+        exception_handlers=http_json.EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the probes, the
-    # check of a README, the form of the login, the pages, and a grant (`cipher.py`) in a URL or as
-    # an access token of Xet.
-    for open_router in (
-        *(probes, commits.checks, pages.login, pages.pages),
-        *(large_files.transfers, large_files.xet),
-    ):
+    # check of a README, and a grant in a URL or as an access token of Xet.
+    for open_router in (probes, commits.checks, large_files.transfers, large_files.xet):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.
     for router in (
-        *(contents.lists, administration.router, webhooks.router, commits.router),
+        *(contents.lists, administration.router, webhooks.router, pages.router, commits.router),
         *(repositories.router, discussions.router, large_files.router, git_http.router),
         *(contents.api, contents.files, others),
     ):
@@ -193,7 +180,7 @@ async def _keep_up(settings: HubSettings, repositories: Repositories, log: Event
         except Exception:
             logger.exception("cannot look for refs that moved")
         try:
-            await run_in_threadpool(outbox.prune, log.database, settings.keep_deliveries_days)
+            await run_in_threadpool(prune, log.database, settings.keep_deliveries_days)
         except Exception:
             logger.exception("cannot remove old deliveries")
 

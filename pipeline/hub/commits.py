@@ -32,7 +32,7 @@ from pipeline.hub.contents import (
     tracking_line,
 )
 from pipeline.hub.errors import BadRequest, EntryNotFound, HubError, PreconditionFailed
-from pipeline.hub.git import INCOMING_PREFIX, NO_REF, clear_repository, git
+from pipeline.hub.git import INCOMING_PREFIX, NO_REF, Signature, clear_repository, git
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.repositories import (
     RefChange,
@@ -41,7 +41,6 @@ from pipeline.hub.repositories import (
     new_file_path,
     parents_of,
 )
-from pipeline.hub.tokens import Signature
 from receiver.rules import DEFAULT_BRANCH
 
 MAX_LINE_BYTES = 64 * 1024 * 1024

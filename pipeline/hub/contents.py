@@ -18,7 +18,8 @@ from pydantic_core import to_jsonable_python
 from pipeline.formats import HEAD, MAX_HEAD_CHARACTERS, HeadLoader, Pointer, may_be_pointer
 from pipeline.hub.errors import BadRequest, EntryNotFound, RequestError, RevisionNotFound, TooSlow
 from pipeline.hub.git import PLACE, git, git_environment, lines_of
-from pipeline.hub.repositories import SHA, Repository, is_path, is_ref_name, peeled_refs
+from pipeline.hub.http_json import Json, iso_time
+from pipeline.hub.repositories import SHA, Repository, is_path, is_ref_name, read_refs
 
 _BLOBS_PER_PROCESS = 10_000
 
@@ -235,19 +236,10 @@ def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
             yield Entry(type="directory", path=prefix + path, oid=oid)
 
 
+BRANCHES = "refs/heads/"
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
 # 9999-12-31, the latest date that Python can represent. A commit may have a later date.
 _LATEST_SECONDS = 253402300799
-
-
-@dataclass(frozen=True, kw_only=True)
-class Commit:
-    sha: str
-    author: str
-    committed_at: int
-    """Seconds since the epoch, UTC."""
-    title: str
-    message: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +260,8 @@ def resolve_revision(repository: Repository, revision: str) -> str:
     for found in look_up(repository, [f"{name}^{{commit}}" for name in _candidates(revision)]):
         if found is not None:
             return found[0]
-    branches = [name for name, _ in peeled_refs(repository, "refs/heads/")]
+    refs = read_refs(repository)
+    branches = [ref.removeprefix(BRANCHES) for ref in refs if ref.startswith(BRANCHES)]
     if not branches:
         raise RevisionNotFound(
             f"The {repository.name} has no commit yet: push one with "
@@ -295,8 +288,8 @@ def read_commit(repository: Repository, sha: str) -> CommitHead:
     return CommitHead(tree=tree, parents=tuple(parents.split()), message=message)
 
 
-def list_commits(repository: Repository, commit: str, *, skip: int = 0, limit: int) -> list[Commit]:
-    """The commits that `commit` leads to, newest first."""
+def list_commits(repository: Repository, commit: str, *, skip: int = 0, limit: int) -> list[Json]:
+    """The commits that `commit` leads to, newest first, as the API describes them."""
     output = git(
         repository.folder,
         # Each field ends with a line feed, because neither an author's name nor a title can contain
@@ -304,19 +297,19 @@ def list_commits(repository: Repository, commit: str, *, skip: int = 0, limit: i
         *("log", "-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b"),
         *(f"--skip={skip}", f"--max-count={limit}", commit, "--"),
     )
-    commits = []
+    commits: list[Json] = []
     for record in output.decode(errors="replace").split("\0"):
         if not record.strip():
             continue
         sha, author, seconds, title, message = record.split("\n", 4)
         commits.append(
-            Commit(
-                sha=sha,
-                author=author,
-                committed_at=min(int(seconds or 0), _LATEST_SECONDS),
-                title=title,
-                message=message.strip("\n"),
-            )
+            {
+                "id": sha,
+                "title": title,
+                "message": message.strip("\n"),
+                "date": iso_time(min(int(seconds or 0), _LATEST_SECONDS)),
+                "authors": [{"user": author}],
+            }
         )
     return commits
 

@@ -17,7 +17,6 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     String,
     Table,
@@ -129,16 +128,6 @@ discussion_events = Table(
     Column("text", String, nullable=False),
 )
 
-# The secrets of a Space, for the environment of its app.
-space_secrets = Table(
-    "space_secrets",
-    metadata,
-    _of_repository(primary_key=True),
-    Column("key", String, primary_key=True),
-    Column("encrypted_value", LargeBinary, nullable=False),
-    Column("updated_at", Float, nullable=False),
-)
-
 webhooks = Table(
     "webhooks",
     metadata,
@@ -148,7 +137,7 @@ webhooks = Table(
     Column("job_id", String),
     Column("watched", JSON, nullable=False),
     Column("domains", JSON, nullable=False),
-    Column("encrypted_secret", LargeBinary),
+    Column("encrypted_secret", String),
     Column("disabled", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
     # The time of the first failed attempt since the last successful one.
@@ -181,7 +170,7 @@ deliveries = Table(
 )
 
 
-SCHEMA_REVISION = "hub5"
+SCHEMA_REVISION = "hub6"
 """What this file declares, and where the repositories are. Another revision is refused."""
 
 REPOS = "repos"
@@ -291,3 +280,13 @@ def check_database(path: Path) -> str | None:
             "restore it from a backup."
         )
     return SCHEMA_REVISION
+
+
+def jobs_of_webhooks(path: Path) -> set[str]:
+    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
+    which may run in another process. Empty if there is no file. Raises HubError."""
+    if not path.exists():
+        return set()
+    with read_only(path) as connection:
+        rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
+        return {job_id for (job_id,) in rows}

@@ -89,14 +89,14 @@ class NotFound(RequestError):
 
 class Conflict(RequestError):
     """Something of this name exists already, or it was changed meanwhile. If it is a repository
-    that exists already, `url` is its address, which the client needs for `exist_ok`. Else `url` is
-    None."""
+    that exists already, `path` leads to it: the client needs the address for `exist_ok`. Else
+    `path` is None."""
 
     status = 409
 
-    def __init__(self, message: str, *, url: str | None = None) -> None:
+    def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(message)
-        self.url = url
+        self.path = path
 
 
 class PreconditionFailed(RequestError):

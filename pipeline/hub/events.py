@@ -14,29 +14,26 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from sqlalchemy import Connection, insert
 
 from jobs.job import COMMITTER_DOMAIN
-from pipeline.hub import outbox
 from pipeline.hub.database import Database
 from pipeline.hub.database import events as table
-from pipeline.hub.discussions import Discussion, DiscussionEvent
 from pipeline.hub.errors import HubError
 from pipeline.hub.git import git, lines_of
 from pipeline.hub.repositories import (
     RefChange,
     Repositories,
     Repository,
-    RepositoryName,
     known_refs,
     read_refs,
     ref_changes,
     remember,
 )
-from pipeline.hub.webhooks import StoredWebhook, list_webhooks
-from receiver import payload as wire
+from pipeline.hub.webhooks import StoredWebhook, list_webhooks, put
+from receiver.payload import EventAction
 from receiver.rules import DEFAULT_BRANCH
 from receiver.webhooks import Domain
 
@@ -47,14 +44,16 @@ logger = logging.getLogger(__name__)
 class Event:
     """What happened to a repository."""
 
-    action: wire.EventAction
+    action: EventAction
     scope: str = "repo"
     changes: Sequence[RefChange] = ()
     """The refs that a push moved."""
-    moved_to: RepositoryName | None = None
-    discussion: Discussion | None = None
-    comment: DiscussionEvent | None = None
-    """The first comment of a new `discussion`, or the comment that the event is about."""
+    more: Mapping[str, object] = field(default_factory=dict)
+    """Further fields of the payload, such as `movedTo`."""
+
+    @property
+    def domain(self) -> Domain:
+        return "discussion" if self.scope.startswith("discussion") else "repo"
 
 
 def compose(
@@ -63,32 +62,22 @@ def compose(
     """The JSON of a `WebhookPayload`. As on the Hugging Face Hub, it has no key without a value."""
     name = repository.name
     web, api = f"{hub_url}/{name.path}", f"{hub_url}/api/{name.type}s/{name.id}"
-    moved_to, discussion, comment = None, None, None
-    if event.moved_to is not None:
-        moved_to = wire.MovedTo(name=event.moved_to.id, owner=_owner(event.moved_to.owner))
-    if event.discussion is not None:
-        page = f"discussions/{event.discussion.num}"
-        discussion = _discussion(event.discussion, f"{web}/{page}", f"{api}/{page}")
-        if event.comment is not None:
-            comment = _comment(event.comment, f"{web}/{page}")
-    payload = wire.WebhookPayload(
-        event=wire.Event(action=event.action, scope=event.scope),
-        repo=wire.Repo(
-            type=name.type,
-            name=name.id,
-            id=repository.id,
-            private=True,
-            owner=_owner(name.owner),
-            url=wire.Url(web=web, api=api),
-            headSha=head_sha if discussion is None else None,
-        ),
-        webhook=wire.WebhookReference(id=webhook_id, version=3),
-        movedTo=moved_to,
-        updatedConfig=(wire.UpdatedConfig(private=True) if event.scope == "repo.config" else None),
-        discussion=discussion,
-        comment=comment,
-    )
-    document = payload.model_dump(mode="json", exclude_none=True)
+    repo = {
+        "type": name.type,
+        "name": name.id,
+        "id": repository.id,
+        "private": True,
+        "owner": {"id": owner_id(name.owner)},
+        "url": {"web": web, "api": api},
+    }
+    if event.domain == "repo" and head_sha is not None:
+        repo["headSha"] = head_sha
+    document = {
+        "event": {"action": event.action, "scope": event.scope},
+        "repo": repo,
+        "webhook": {"id": webhook_id, "version": 3},
+        **event.more,
+    }
     if event.changes:
         # Here a missing sha is written as null, which says that the ref is new or deleted.
         document["updatedRefs"] = [
@@ -96,36 +85,6 @@ def compose(
             for change in event.changes
         ]
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
-
-
-def _discussion(discussion: Discussion, web: str, api: str) -> wire.Discussion:
-    changes = None
-    if discussion.base is not None:
-        changes = wire.Changes(base=discussion.base, mergeCommitId=discussion.merge_commit)
-    return wire.Discussion(
-        id=discussion.id,
-        num=discussion.num,
-        title=discussion.title,
-        isPullRequest=discussion.is_pull_request,
-        status=discussion.status,
-        author=_owner(discussion.author),
-        url=wire.Url(web=web, api=api),
-        changes=changes,
-    )
-
-
-def _comment(comment: DiscussionEvent, discussion_url: str) -> wire.Comment:
-    return wire.Comment(
-        id=comment.id,
-        author=_owner(comment.author),
-        hidden=False,
-        content=comment.text,
-        url=wire.Url(web=f"{discussion_url}#{comment.id}"),
-    )
-
-
-def _owner(name: str) -> wire.ObjectId:
-    return wire.ObjectId(id=owner_id(name))
 
 
 def owner_id(owner: str) -> str:
@@ -165,15 +124,13 @@ class EventLog:
         )
         seq = stored.scalar_one()
         if webhooks is None:
-            domain: Domain = "repo" if event.discussion is None else "discussion"
-            webhooks = [
-                each for each in list_webhooks(connection) if each.wants(repository.name, domain)
-            ]
+            present = list_webhooks(connection)
+            webhooks = [each for each in present if each.wants(repository.name, event.domain)]
         head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
         ids = []
         for webhook in webhooks:
             payload = compose(event, repository, webhook.id, self.hub_url, head_sha)
-            ids.append(outbox.put(connection, webhook.id, seq, payload))
+            ids.append(put(connection, webhook.id, seq, payload))
         return ids
 
 
@@ -231,8 +188,8 @@ async def reconcile_at_start(repositories: Repositories, log: EventLog) -> None:
     """Removes what a killed hub left unfinished, and the rows of repositories whose folder is
     missing. Then calls `reconcile`. It must end before the hub answers its first request."""
     repositories.remove_incomplete()
+    known, on_disk = repositories.all(), repositories.on_disk()
     with log.database.write() as connection:
-        known, on_disk = repositories.all(connection), repositories.on_disk()
         for repository in known:
             if repository.folder not in on_disk:
                 logger.warning(
@@ -261,4 +218,4 @@ async def reconcile(repositories: Repositories, log: EventLog) -> None:
                 *(repository.name, error),
             )
 
-    await repositories.for_each(log.database, record_or_complain)
+    await repositories.for_each(record_or_complain)

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +31,7 @@ PLACE = "GIT_PROJECT_ROOT"
 """The environment variable that tells a git process its repository. By this variable, the git
 processes of a killed hub are found."""
 KEEP_PREFIX = "refs/keep/"
-"""Refs that keep commits during a garbage collection (`garbage.py`)."""
+"""Refs that keep commits during a garbage collection (`routes/administration.py`)."""
 INCOMING_PREFIX = "refs/incoming/"
 """Refs to commits that the API is making (`commits.py`). If a killed hub left some, the next hub
 removes them when it starts."""
@@ -85,6 +86,24 @@ def git_environment(
         **configuration,
         **(extra or {}),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """The author and the committer of a commit."""
+
+    name: str
+    email: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables from which git takes the author, the committer and the
+        tagger."""
+        return {
+            f"GIT_{role}_{fact}": value
+            for role in ("AUTHOR", "COMMITTER")
+            for fact, value in (("NAME", self.name), ("EMAIL", self.email))
+        }
 
 
 def lines_of(output: bytes) -> list[str]:

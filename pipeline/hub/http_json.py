@@ -5,13 +5,12 @@ import errno
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from sqlalchemy.exc import OperationalError
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
@@ -54,8 +53,8 @@ async def on_request_error(request: Request, error: Exception) -> Response:
     if path.endswith(("/info/refs", *GIT_SERVICES)):  # git prints each line after "remote: "
         return PlainTextResponse(f"{text}\n", status, headers)
     body = {"error": text}
-    if isinstance(error, Conflict) and error.url is not None:
-        body["url"] = error.url
+    if isinstance(error, Conflict) and error.path is not None:
+        body["url"] = f"{hub_url(request)}/{error.path}"
     if is_lfs:
         body["message"] = text
     return JSONResponse(body, status, headers)
@@ -101,7 +100,7 @@ async def _on_crash(_: Request, error: Exception) -> Response:
     )
 
 
-EXCEPTION_HANDLERS: Mapping[Any, Any] = {
+EXCEPTION_HANDLERS: dict[Any, Any] = {
     RequestError: on_request_error,
     RequestValidationError: _on_wrong_query,
     OSError: _on_failed_disk,
@@ -151,15 +150,6 @@ async def chunks(request: Request, *, max_bytes: int | None = None) -> AsyncIter
             waiting.clear()
     if waiting:
         yield bytes(waiting)
-
-
-async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> None:
-    """Writes the request's body to `file`: it is never in memory as a whole. Raises the errors of
-    `pieces`."""
-    async for chunk in chunks(request, max_bytes=max_bytes):
-        await run_in_threadpool(file.write, chunk)
-    # Git reads the file, and a small body would stay in the buffer.
-    await run_in_threadpool(file.flush)
 
 
 def json_body(model: type[Model], *, max_bytes: int = MAX_BODY_BYTES) -> Any:

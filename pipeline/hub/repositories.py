@@ -8,9 +8,9 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -18,15 +18,24 @@ from typing import Literal, get_args
 from sqlalchemy import Connection, Row, and_, bindparam, delete, insert, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
-from pipeline.hub.database import REPOS, Database, refs
+from pipeline.hub.database import REPOS, Database, discussions, refs
 from pipeline.hub.database import repositories as table
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
-from pipeline.hub.git import SEEN_PREFIXES, clear_repository, end_processes, git, lines_of
+from pipeline.hub.git import (
+    PULL_REQUEST_PREFIX,
+    SEEN_PREFIXES,
+    clear_repository,
+    end_processes,
+    git,
+    lines_of,
+)
 from pipeline.hub.large_files import LargeFiles
 from receiver.rules import DEFAULT_BRANCH
 
 RepositoryType = Literal["dataset", "model", "space"]
 REPOSITORY_TYPES: tuple[RepositoryType, ...] = get_args(RepositoryType)
+OPEN = ("draft", "open")
+"""The states in which a pull request takes commits."""
 SHA = re.compile(r"[0-9a-f]{40}")
 
 # The rule of `huggingface_hub.utils.validate_repo_id`, for either half of `owner/name`.
@@ -149,7 +158,7 @@ def is_path(path: str) -> bool:
 
 
 # gc, autogc: git collects no garbage during a push, so that the push does not take longer. Commits
-# that no ref leads to are removed only by `garbage.py`.
+# that no ref leads to are removed only by `routes/administration.py`.
 # allowAnySHA1InWant: a client can fetch any commit by its sha. A job may need a commit that a
 # force-push removed from its branch.
 # fsync: a push that the hub has confirmed survives a power cut.
@@ -189,7 +198,8 @@ class Repositories:
     repository, so a move changes only a row. A new repository is made in `root/incoming`. A deleted
     repository is first moved to `root/removed`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, database: Database) -> None:
+        self.database = database
         self.incoming = root / "incoming"
         """Holds unfinished repositories and pushes. It is emptied when the hub starts."""
         self._root = root
@@ -213,43 +223,49 @@ class Repositories:
                     yield repository
                     return
 
-    async def for_each(self, database: Database, act: Callable[[Repository], object]) -> None:
+    async def for_each(self, act: Callable[[Repository], object]) -> None:
         """Calls `act` in a thread for each repository whose folder exists, under its lock."""
-
-        def find(id: str) -> Repository:
-            with database.read() as connection:
-                return self.find_by_id(connection, id)
-
-        with database.read() as connection:
-            ids = [repository.id for repository in self.all(connection)]
-        for id in ids:
+        for present in self.all():
             with suppress(RepositoryNotFound):  # the repository was removed meanwhile
-                async with self.locked(partial(find, id)) as repository:
+                async with self.locked(partial(self.find_by_id, present.id)) as repository:
                     if repository.folder.exists():
                         await asyncio.to_thread(act, repository)
 
     def folder(self, id: str) -> Path:
         return self._repos / f"{id}.git"
 
-    def find(self, connection: Connection, name: RepositoryName) -> Repository:
-        """The repository of this name, in upper or lower case. Raises RepositoryNotFound."""
-        row = connection.execute(select(table).where(_is(name))).one_or_none()
-        if row is not None:
-            return self._from_row(row)
+    def find(self, name: RepositoryName, reached: Collection[str] | None = None) -> Repository:
+        """The repository of this name, in upper or lower case. Raises RepositoryNotFound if it does
+        not exist, or if its id is not in `reached`. Both get the same error, so that no client
+        learns which repositories exist. None means that all are reached."""
+        found = self._read(_is(name))
+        if found and (reached is None or found[0].id in reached):
+            return found[0]
+        if reached is not None:
+            raise RepositoryNotFound(
+                f"There is no {name} here, or the token does not reach it: check the name, or use "
+                "another token."
+            )
         raise RepositoryNotFound(
             f"There is no {name} here: check the name, or create the repository with "
             f"`hf repos create {name.id} --type {name.type}`."
         )
 
-    def find_by_id(self, connection: Connection, id: str) -> Repository:
+    def find_by_id(self, id: str) -> Repository:
         """The repository of this id, whatever its name is now. Raises RepositoryNotFound."""
-        row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
-        if row is None:
+        found = self._read(table.c.id == id)
+        if not found:
             raise RepositoryNotFound(f"There is no repository with the id {id} here any more.")
-        return self._from_row(row)
+        return found[0]
 
-    def all(self, connection: Connection) -> list[Repository]:
-        return [self._from_row(row) for row in connection.execute(select(table))]
+    def all(self) -> list[Repository]:
+        return self._read()
+
+    def _read(self, *conditions: ColumnElement[bool]) -> list[Repository]:
+        with self.database.read() as connection:
+            return [
+                self._from_row(row) for row in connection.execute(select(table).where(*conditions))
+            ]
 
     @contextmanager
     def prepared(self, name: RepositoryName) -> Iterator[Repository]:
@@ -281,7 +297,7 @@ class Repositories:
             )
         )
         prepared.folder.rename(self.folder(prepared.id))
-        return self.find_by_id(connection, prepared.id)
+        return replace(prepared, folder=self.folder(prepared.id))
 
     @contextmanager
     def removal(self, repository: Repository) -> Iterator[None]:
@@ -314,9 +330,9 @@ class Repositories:
         others = select(table).where(_is(name), table.c.id != id)
         row = connection.execute(others).one_or_none()
         if row is not None:
-            raise Conflict(
-                f"There is a {self._from_row(row).name} here already: choose another name."
-            )
+            taken = self._from_row(row).name
+            message = f"There is a {taken} here already: choose another name."
+            raise Conflict(message, path=taken.path)
 
     def remove_incomplete(self) -> None:
         """Removes what a killed hub left unfinished. Called before the hub answers a request."""
@@ -368,21 +384,16 @@ def read_refs(repository: Repository) -> Mapping[str, str]:
     return {ref: sha for sha, ref in pairs}
 
 
-def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
-    """For each ref below `prefix`, its name without `prefix` and the sha of its commit. A tag of a
-    file or a folder is left out, because a client would take the file or folder for a commit."""
-    output = git(
-        repository.folder,
-        "for-each-ref",
-        "--format=%(refname) %(objectname) %(objecttype) %(*objectname) %(*objecttype)",
-        prefix,
+def open_bases(database: Database, repository: Repository) -> dict[str, str]:
+    """The pull requests that are open: ref → the ref of the branch that it is for."""
+    wanted = select(discussions.c.num, discussions.c.base).where(
+        discussions.c.repository_id == repository.id,
+        discussions.c.status.in_(OPEN),
+        discussions.c.base.is_not(None),
     )
-    found = []
-    for line in lines_of(output):
-        ref, sha, type, peeled, peeled_type = line.split(" ")
-        if (peeled_type or type) not in ("blob", "tree"):
-            found.append((ref.removeprefix(prefix), peeled or sha))
-    return found
+    with database.read() as connection:
+        rows = connection.execute(wanted).all()
+    return {f"{PULL_REQUEST_PREFIX}{row.num}": row.base for row in rows}
 
 
 def known_refs(connection: Connection, repository: Repository) -> dict[str, str]:

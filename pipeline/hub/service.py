@@ -1,37 +1,47 @@
-"""What a hub is made of: its state folder, the record `Hub`, and the dependencies of its routes.
+"""What a hub is made of: its state folder, the record `Hub`, the identity of a client, which its
+token shows, and the dependencies of the routes.
+
+API clients send the token as Bearer; git sends it as the password of Basic, with any user name.
 
 A route gets these dependencies as arguments. FastAPI runs them in their order, and each raises the
 error that the client gets. A route gets its repository from `Readable` or `Locked`, or finds it
-with `Hub.find_reached`, as both do. A route that belongs to no repository has `everywhere`,
+with `Repositories.find`, as both do. A route that belongs to no repository has `everywhere`,
 `person` or `hubs_own`; the few without them tell a client nothing that its token does not reach.
 """
 
 import asyncio
+import base64
+import binascii
 import contextlib
+import hashlib
+import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryFile
+from typing import IO, Annotated, Literal
 from urllib.parse import unquote
 
 from fastapi import Depends
 from filelock import FileLock, Timeout
+from sqlalchemy import select
+from starlette.concurrency import run_in_threadpool
 from starlette.convertors import Convertor, register_url_convertor
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Scope
 
-from jobs.job import PREFIX
+from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
 from jobs.store import JobStore
-from pipeline.hub.cipher import Cipher
-from pipeline.hub.database import Database, open_database, read_only
-from pipeline.hub.deliveries import JobLauncher
-from pipeline.hub.discussions import open_bases
-from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound
+from pipeline.hub.database import REPOS, Database, open_database, read_only, tokens
+from pipeline.hub.deliveries import HubMetrics
+from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
-from pipeline.hub.garbage import NeededCommits
-from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.git import Signature
+from pipeline.hub.http_json import chunks
 from pipeline.hub.repositories import (
     REPOSITORY_TYPES,
     RefChange,
@@ -39,17 +49,18 @@ from pipeline.hub.repositories import (
     Repository,
     RepositoryName,
     RepositoryType,
+    open_bases,
 )
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens import (
-    READING,
-    Identity,
-    check_site,
-    identity_of_job,
-    identity_of_stored,
-    sent_token,
-)
+from serving.http.requests import other_site
 
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+# The paths of repositories. As on the Hugging Face Hub, a client without a token is told there that
+# the repository is missing.
+_OF_A_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/.|/.+/resolve/.")
+
+Role = Literal["read", "write"]
+NeededCommits = Callable[[], Collection[str]]
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines that git prints after a push. The arguments are the repository, the open pull
 requests (ref → the ref of the branch that it is for), and the changes of the refs."""
@@ -84,21 +95,68 @@ def folder_of(root: Path, name: RepositoryName) -> Path | None:
     named = "SELECT id FROM repositories WHERE type = ? AND owner = ? AND name = ?"
     with read_only(database_path(root)) as connection:
         row = connection.execute(named, (name.type, name.owner, name.name)).fetchone()
-    return None if row is None else Repositories(root).folder(row[0])
+    return None if row is None else root / REPOS / f"{row[0]}.git"
 
 
 @contextlib.contextmanager
-def stopped_hub(root: Path) -> Iterator[tuple[Database, Repositories]]:
-    """Opens the database and the repositories of a hub that does not run. No hub can start in this
+def stopped_hub(root: Path) -> Iterator[Repositories]:
+    """Opens the repositories and the database of a hub that does not run. No hub can start in this
     folder until the `with` block ends. Raises HubInUse if a hub runs."""
     with only_hub_in(root):
         database = open_database(database_path(root))
         try:
-            repositories = Repositories(root.absolute())
+            repositories = Repositories(root.absolute(), database)
             repositories.remove_incomplete()
-            yield database, repositories
+            yield repositories
         finally:
             database.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who makes a request, and what the token of the request may do."""
+
+    user: str
+    """The name that `whoami` answers, and the author of commits that the API makes."""
+    role: Role
+    token_name: str
+    """The name of the token, for messages and for `whoami`. It is not the token itself."""
+    job_id: str | None = None
+    """The job whose running attempt has the token; None for a person."""
+    repositories: frozenset[str] | None = None
+    """The ids of the only repositories that the token reaches; None for all repositories."""
+    owns_hub: bool = False
+    """Whether this is the hub's own token, which may do everything."""
+
+    @property
+    def signature(self) -> Signature:
+        """The author of the commits and tags that this client makes through the API. If the token
+        is a job's, the author is the job. The commits that the job makes with git have the same
+        author."""
+        if self.job_id is None:
+            return Signature(name=self.user, email=f"{self.user}@localhost")
+        return Signature(name=f"job {self.job_id}", email=f"{self.job_id}@{COMMITTER_DOMAIN}")
+
+    def may_see(self, repository: Repository) -> bool:
+        return self.repositories is None or repository.id in self.repositories
+
+    def require_write(self, what: str) -> None:
+        """Raises Forbidden if the token may only read. `what` names in the message what needs more,
+        such as "a push"."""
+        if self.role != "write":
+            raise Forbidden(
+                f"The token {self.token_name!r} may only read, and {what} needs the role write: "
+                "use a token with this role."
+            )
+
+    def require_person(self, what: str) -> None:
+        """Raises Forbidden for the token of a job. `what` names in the message what a job may not
+        use."""
+        if self.job_id is not None:
+            raise Forbidden(
+                f"This is the token of job {self.job_id}, which may read and write repositories "
+                f"and nothing else: for {what}, use the token of a person."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +165,14 @@ class Hub:
     database: Database
     repositories: Repositories
     log: EventLog
-    cipher: Cipher
-    launcher: JobLauncher
     metrics: HubMetrics
     token: str = field(repr=False)
     """The hub's own token."""
     jobs_store: JobStore
     secret_key: bytes = field(repr=False)
-    """Signs the tokens of jobs."""
-    needed_commits: NeededCommits | None
-    """Returns the shas of the commits that releases and jobs need, in all repositories. If it is
-    None, the hub does not know these commits, so it keeps every commit."""
+    """A Fernet key: encrypts secrets, and signs the tokens of jobs and the URLs of large files."""
+    needed_commits: NeededCommits
+    """Returns the shas of the commits that releases and jobs need, in all repositories."""
     remarks_on: Remarks
     git_slots: Mapping[str, asyncio.Semaphore]
     """One semaphore for each kind of git's work: `list` (of the refs), `clone` and `push`. A clone
@@ -131,11 +186,35 @@ class Hub:
     """How many READMEs may be checked at once. Anybody may send one, also without a token, and its
     metadata may take four seconds to parse. Several at once would slow down every other request."""
 
+    def identify(self, token: bytes) -> Identity:
+        """Who sends this token: it is the hub's own, or a person created it on this hub, or it is a
+        job's. Each attempt of a job has its own token, which is valid while the attempt runs. All
+        act for the hub's owner. Raises Unauthorized."""
+        user = self.settings.owner
+        if secrets.compare_digest(token, self.token.encode()):
+            return Identity(user=user, role="write", token_name="hub", owns_hub=True)
+        if token.startswith(PREFIX.encode()):
+            text = token.decode("ascii", "replace")
+            job = job_of_token(text, self.jobs_store, self.secret_key)
+            if job is None:
+                raise Unauthorized(
+                    "This is not the token of a running attempt of a job: the attempt has ended, "
+                    "or the token is wrong."
+                )
+            return Identity(user=user, role="write", token_name=f"job {job.id}", job_id=job.id)
+        with self.database.read() as connection:
+            same = select(tokens).where(tokens.c.digest == digest(token))
+            row = connection.execute(same).one_or_none()
+        if row is None:
+            # `huggingface_hub` looks for exactly this text, and then does not report the repository
+            # as missing.
+            raise Unauthorized("Invalid credentials in Authorization header")
+        reached = None if row.repositories is None else frozenset(row.repositories)
+        return Identity(user=user, role=row.role, token_name=row.name, repositories=reached)
+
     def remarks(self, repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
         """The lines that git prints after a push with these changes."""
-        with self.database.read() as connection:
-            bases = open_bases(connection, repository)
-        return self.remarks_on(repository, bases, changes)
+        return self.remarks_on(repository, open_bases(self.database, repository), changes)
 
     def name_of(self, type: RepositoryType, id: str) -> RepositoryName:
         """The name of the repository `id`, such as `owner/name`. Without an owner, it is one of the
@@ -143,30 +222,13 @@ class Hub:
         owner, _, name = id.rpartition("/")
         return RepositoryName(type=type, owner=owner or self.settings.owner, name=name)
 
-    def find_by_id(self, id: str) -> Repository:
-        """Raises RepositoryNotFound."""
-        with self.database.read() as connection:
-            return self.repositories.find_by_id(connection, id)
-
-    def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
-        """Raises RepositoryNotFound if the repository does not exist, or if the token does not
-        reach it. With a limited token, both get the same error."""
-        try:
-            with self.database.read() as connection:
-                repository = self.repositories.find(connection, name)
-        except RepositoryNotFound:
-            if identity.repositories is not None:
-                raise identity.out_of_reach(name) from None
-            raise
-        if not identity.may_see(repository):
-            raise identity.out_of_reach(name)
-        return repository
-
     def locked(
         self, name: RepositoryName, identity: Identity
     ) -> AbstractAsyncContextManager[Repository]:
-        """As `find_reached`, and holds the repository's lock within the block."""
-        return self.repositories.locked(partial(self.find_reached, name, identity))
+        """The repository, if the token reaches it, under its lock within the block."""
+        return self.repositories.locked(
+            partial(self.repositories.find, name, identity.repositories)
+        )
 
 
 async def hub_of(request: Request) -> Hub:
@@ -198,22 +260,48 @@ API = "/api/{repository:typed_repository}"
 FILES = "/{repository:repository}"
 
 
-async def identify(hub: Hub, token: bytes) -> Identity:
-    """Who sends this token: it is the hub's own, or a person created it on this hub, or it is a
-    job's. Each attempt of a job has its own token, which is valid while the attempt runs. All act
-    for the hub's owner. Raises Unauthorized."""
-    user = hub.settings.owner
-    if secrets.compare_digest(token, hub.token.encode()):
-        return Identity(user=user, role="write", token_name="hub", owns_hub=True)
-    if token.startswith(PREFIX.encode()):
-        text = token.decode("ascii", "replace")
-        return await asyncio.to_thread(identity_of_job, hub.jobs_store, hub.secret_key, text, user)
-    return await asyncio.to_thread(identity_of_stored, hub.database, token, user)
+def digest(token: bytes) -> str:
+    """What the hub stores of a token. A slower hash is not needed, because a token has 160 random
+    bits, and nobody can find it by trying."""
+    return hashlib.sha256(token).hexdigest()
 
 
-async def identified(request: Request, hub: HubOf) -> Identity:
+def sent_token(scope: Scope) -> bytes:
+    """The token that the request sends; empty if it is sent wrongly. Raises Unauthorized if there
+    is none."""
+    given: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not given:
+        missing = Unauthorized(
+            "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints."
+        )
+        if _OF_A_REPOSITORY.match(scope["path"]):
+            missing.code = RepositoryNotFound.code
+        raise missing
+    scheme, _, credentials = given[0].partition(b" ")
+    if len(given) == 1 and scheme.lower() == b"bearer":
+        return credentials.strip()
+    if len(given) == 1 and scheme.lower() == b"basic":
+        with contextlib.suppress(binascii.Error):
+            return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    return b""
+
+
+def check_site(scope: Scope) -> None:
+    """Raises Forbidden if a browser sends this change for a page of another site.
+
+    A browser that has stored the token also adds it to requests that such a page causes.
+    """
+    site = None if scope["method"] in READING else other_site(Headers(scope=scope))
+    if site is not None:
+        raise Forbidden(
+            f"The browser sends this request on behalf of {site}, and only this hub's own pages "
+            "may change anything: use `pipeline`, `hf` or another client with the hub's token."
+        )
+
+
+def identified(request: Request, hub: HubOf) -> Identity:
     """Who makes the request. Raises Unauthorized, and Forbidden for a page of another site."""
-    identity = await identify(hub, sent_token(request.scope))
+    identity = hub.identify(sent_token(request.scope))
     check_site(request.scope)
     return identity
 
@@ -267,7 +355,7 @@ Named = Annotated[RepositoryName, Depends(named)]
 
 
 def readable(hub: HubOf, identity: Who, name: Named) -> Repository:
-    return hub.find_reached(name, identity)
+    return hub.repositories.find(name, identity.repositories)
 
 
 Readable = Annotated[Repository, Depends(readable)]
@@ -284,3 +372,17 @@ async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Rep
 
 
 Locked = Annotated[Repository, Depends(locked, scope="function")]
+
+
+async def received(request: Request, hub: HubOf) -> AsyncIterator[IO[bytes]]:
+    """The request's complete body in a file, so it is never in memory as a whole. Declare it after
+    the checks of the token and the repository."""
+    with TemporaryFile(dir=hub.repositories.incoming) as file:
+        async for chunk in chunks(request, max_bytes=hub.settings.max_push_bytes):
+            await run_in_threadpool(file.write, chunk)
+        # This also writes what is left in the buffer: git reads the file.
+        await run_in_threadpool(file.seek, 0)
+        yield file
+
+
+Received = Annotated[IO[bytes], Depends(received)]

@@ -27,8 +27,8 @@ from jobs.errors import JobError, StoreError
 from jobs.folder import STALE, is_temporary_file
 from jobs.job import Job
 from jobs.store import JobStore
+from pipeline.hub.database import jobs_of_webhooks
 from pipeline.hub.errors import HubError
-from pipeline.hub.webhooks import jobs_of_webhooks
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.runner.job_store import open_job_store

@@ -1,10 +1,10 @@
 """Discussions and pull requests by the unmodified `huggingface_hub` client."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from huggingface_hub import (
@@ -16,10 +16,10 @@ from huggingface_hub import (
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 from starlette.requests import Request
 
-from pipeline.hub import discussions as store
+from pipeline.hub import service
 from pipeline.hub.errors import Conflict
 from pipeline.hub.git import git
-from pipeline.hub.routes import discussions, git_http
+from pipeline.hub.routes import discussions
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
@@ -277,13 +277,14 @@ def test_a_push_that_waits_for_a_merge_is_refused(
     api.upload_file(path_or_fileobj=b"x", path_in_repo="x.txt", create_pr=True, **on)
     clone = talk.clone_of_first_pull_request()
     commit_file(hub, clone, "late.txt", "late")
-    squash, receive = discussions.squash, git_http.receive_into
+    squash, chunks = discussions.squash, service.chunks
     has_come = threading.Event()
     pushes = ThreadPoolExecutor(1)
     told: list[Future[str]] = []
 
-    async def received(file: IO[bytes], request: Request, **options: Any) -> None:
-        await receive(file, request, **options)
+    async def received(request: Request, **options: Any) -> AsyncIterator[bytes]:
+        async for chunk in chunks(request, **options):
+            yield chunk
         if request.method == "POST":
             has_come.set()
 
@@ -293,7 +294,7 @@ def test_a_push_that_waits_for_a_merge_is_refused(
         assert has_come.wait(60)
         return squash(*arguments, **options)
 
-    monkeypatch.setattr(git_http, "receive_into", received)
+    monkeypatch.setattr(service, "chunks", received)
     monkeypatch.setattr(discussions, "squash", slow)
     with pushes:
         api.merge_pull_request(discussion_num=1, **on)
@@ -344,7 +345,7 @@ def test_a_merge_that_is_refused_or_fails_changes_nothing(
     head, before = api.dataset_info(talk.id).sha, talk.details(1)
 
     for module, name, value, comment, message in [
-        (store, "MAX_TEXT", 10, "Much too long", "A comment must have 1 to 10 characters"),
+        (discussions, "MAX_TEXT", 10, "Much too long", "A comment must have 1 to 10 characters"),
         (discussions, "git", killed, "Good.", "killed"),
     ]:
         with monkeypatch.context() as patch:
@@ -385,7 +386,7 @@ def test_bad_requests_are_refused(hub: RunningHub, path: str, body: Any, status:
 
 def test_a_pull_request_that_is_refused_leaves_no_ref(talk: Talk) -> None:
     """A ref without a discussion could not be deleted by anybody."""
-    too_long = "x" * (store.MAX_TEXT + 1)
+    too_long = "x" * (discussions.MAX_TEXT + 1)
     for refused in (
         lambda: talk.api.create_pull_request(title="A", description=too_long, **talk.on),
         lambda: talk.api.create_commit(

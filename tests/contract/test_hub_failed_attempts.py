@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.hub.cipher import Cipher
+from jobs.sealed import seal
 from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -57,7 +57,7 @@ def test_a_hanging_receiver_is_given_up_after_the_timeout(
 # Neither can be stored any more; both raise where nobody foresaw it.
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("url", "http://xn--/"), ("encrypted_secret", Cipher(SECRET_KEY).encrypt("whsec_"))],
+    [("url", "http://xn--/"), ("encrypted_secret", seal({"WEBHOOK_SECRET": "whsec_"}, SECRET_KEY))],
     ids=["a-host-in-no-script", "a-secret-without-a-key"],
 )
 def test_what_nobody_foresaw_uses_up_attempts_and_is_logged(

@@ -13,8 +13,7 @@ from cryptography.fernet import Fernet
 from huggingface_hub import CommitOperationAdd, constants
 from huggingface_hub.errors import HfHubHTTPError
 
-from pipeline.hub.cipher import GRANT_SECONDS, Cipher
-from pipeline.hub.routes.large_files import sign
+from pipeline.hub.routes.large_files import GRANT_SECONDS, sign
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 from tests.uploads_fixtures import files_of, name, send_large_files, upload_large_files
 
@@ -165,9 +164,9 @@ def test_a_url_is_good_for_what_was_signed_and_nothing_else(hub: RunningHub, nam
 
 def test_a_url_of_a_hub_with_another_key_is_refused(hub: RunningHub, name: str) -> None:
     path = httpx.URL(href(hub, name)).path
-    other = sign(Cipher(Fernet.generate_key()), "PUT", path, len(CONTENT))
+    other = sign(Fernet.generate_key(), "PUT", path, len(CONTENT))
     assert put(f"{hub.url}{other}").status_code == 403
-    own = sign(Cipher(SECRET_KEY), "PUT", path, len(CONTENT))
+    own = sign(SECRET_KEY, "PUT", path, len(CONTENT))
     assert put(f"{hub.url}{own}").is_success
 
 

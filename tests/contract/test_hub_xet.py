@@ -15,7 +15,7 @@ from cryptography.fernet import Fernet
 from huggingface_hub.utils import _xet
 
 from pipeline.hub import xet
-from pipeline.hub.cipher import GRANT_SECONDS, Cipher
+from pipeline.hub.routes.large_files import GRANT_SECONDS, grant
 from pipeline.hub.xet import list_chunks
 from tests.hub_fixtures import RunningHub, running_hub
 from tests.uploads_fixtures import files_of, name, upload_large_files
@@ -268,7 +268,7 @@ def test_an_access_token_is_of_one_store_and_ends(
     _, of_other = access(hub, other)
     token = headers["Authorization"].removeprefix("Bearer ")
     repository, store = url.split("/")[-2:]
-    of_other_key = Cipher(Fernet.generate_key()).grant("xet", repository, store)
+    of_other_key = grant(Fernet.generate_key(), "xet", repository, store)
     forged = [
         {},
         of_other,

@@ -75,9 +75,9 @@ def bring_repository(hub_folder: Path) -> str:
     from pipeline.hub.repositories import RepositoryName
     from pipeline.hub.service import stopped_hub
 
-    with stopped_hub(hub_folder) as (database, repositories):
+    with stopped_hub(hub_folder) as repositories:
         name = RepositoryName(type="dataset", owner="local", name="facts")
-        with repositories.prepared(name) as prepared, database.write() as connection:
+        with repositories.prepared(name) as prepared, repositories.database.write() as connection:
             repository = repositories.add(connection, prepared).folder
     stream = (
         "commit refs/heads/main\ncommitter Ada <ada@example.org> 1700000000 +0000\n"

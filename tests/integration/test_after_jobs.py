@@ -20,9 +20,9 @@ from jobs.job import Delivery
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
-from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.webhooks import HubWatchedItem, WebhookRequest, create_webhook
+from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
+from pipeline.hub.webhooks import HubWatchedItem
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
 from pipeline.runner import after_jobs as module
@@ -113,7 +113,7 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
             request = WebhookRequest(
                 jobSourceId=copied.id, watched=(HubWatchedItem(type="user", name="local"),)
             )
-            create_webhook(connection, request, Cipher(Fernet.generate_key()))
+            create_webhook(connection, request, Fernet.generate_key())
         database.close()
         now += 89 * 86400
         prune(settings, home, store)

@@ -263,9 +263,9 @@ def test_the_url_of_the_stacks_own_hub_is_that_hub(
     settings.write_text(settings.read_text().replace(address, own))
     refused = CliRunner().invoke(app, ["data", "check"])
     assert "there is no dataset local/faq in" in str(refused.exception)
-    with stopped_hub(settings.parent / ".pipeline" / "hub") as (database, repositories):
+    with stopped_hub(settings.parent / ".pipeline" / "hub") as repositories:
         name = repository_name("dataset", "local", "faq")
-        with repositories.prepared(name) as prepared, database.write() as connection:
+        with repositories.prepared(name) as prepared, repositories.database.write() as connection:
             faq = repositories.add(connection, prepared)
     git(faq.folder, "fetch", address, "main:main")
     assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED

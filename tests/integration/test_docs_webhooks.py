@@ -16,7 +16,7 @@ import pytest
 from nbclient import NotebookClient
 
 from jobs.store import JobStore
-from tests.hub_fixtures import RunningHub, running_hub, wait_until
+from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
 from tests.ports import free_port
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import (
@@ -70,7 +70,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         hub.create_dataset("local/answers")
         home = tmp_path / ".pipeline"
         home.mkdir()
-        tokens = {"hub": hub.token, "admin": "a", "webhook": "w", "key": "k"}
+        tokens = {"hub": hub.token, "admin": "a", "webhook": "w", "key": SECRET_KEY.decode()}
         (home / "tokens.json").write_text(json.dumps(tokens))
         commands = tmp_path / "bin"
         commands.mkdir()

@@ -54,7 +54,9 @@ settings = HubSettings(
     refused_min_seconds=0.05, refused_max_seconds=0.1,
 )
 store = JobStore.open(Path(root).with_name("jobs.sqlite"))
-app = create_app(settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store)
+app = create_app(
+    settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store, needed_commits=set
+)
 uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 """
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pipeline.hub.cipher import Cipher
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.routes.large_files import sign
 from serving.http.server import Limits
@@ -169,7 +168,7 @@ def test_what_comes_for_a_repository_that_is_removed_makes_no_folder(hub: Runnin
     folder = hub.folder("local/removed")
     id = hub.request("GET", "/api/datasets/local/removed").json()["_id"]
     folder.rename(hub.root / "removed" / "aside")
-    signed = sign(Cipher(SECRET_KEY), "PUT", f"/api/lfs/{id}/objects/{OID}", 1)
+    signed = sign(SECRET_KEY, "PUT", f"/api/lfs/{id}/objects/{OID}", 1)
     assert httpx.put(f"{hub.url}{signed}", content=b"x").status_code == 409
     answer = hub.request("GET", "/api/datasets/local/removed/xet-write-token/main")
     assert (answer.status_code, "was removed" in answer.text) == (409, True)

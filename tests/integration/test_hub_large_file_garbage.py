@@ -9,9 +9,8 @@ import pytest
 
 from pipeline.formats import Pointer
 from pipeline.hub import xet
-from pipeline.hub.garbage import purge
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.repositories import Repository
+from pipeline.hub.routes.administration import purge
 from pipeline.hub.service import stopped_hub
 from pipeline.hub.xet import XetStore
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
@@ -49,12 +48,6 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     with running_hub(tmp_path / "hub", reconcile_seconds=3600) as hub:
         yield Place(tmp_path, hub)
-
-
-def stopped(place: Place) -> Repository:
-    with stopped_hub(place.root) as (database, repositories), database.read() as connection:
-        [found] = repositories.all(connection)
-        return found
 
 
 def test_gc_keeps_what_a_commit_names_and_what_has_just_come(place: Place) -> None:
@@ -107,16 +100,17 @@ def test_a_purge_that_was_killed_finds_the_files_again(
         bad = place.push("a.bin", b"secret")
         hub.git("reset", "-q", "--hard", good, cwd=place.work)
         place.push("b.bin", b"new", "--force")
-    repository = stopped(place)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with stopped_hub(place.root) as repositories:
+        [repository] = repositories.all()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
-        def killed(*_: object, **__: object) -> None:
-            raise KeyboardInterrupt
+            def killed(*_: object, **__: object) -> None:
+                raise KeyboardInterrupt
 
-        patch.setattr(LargeFiles, "remove", killed)
-        purge(repository, bad, open_refs=set())
-    assert b"secret" in place.contents()
-    purge(repository, bad, open_refs=set())
+            patch.setattr(LargeFiles, "remove", killed)
+            purge(repository, repositories.database, bad)
+        assert b"secret" in place.contents()
+        purge(repository, repositories.database, bad)
     assert place.contents() == {b"good", b"new"}
 
 

@@ -57,7 +57,9 @@ from pipeline.hub.settings import HubSettings
 root, port, token, key = sys.argv[1:]
 store = JobStore.open(Path(root).with_name("jobs.sqlite"))
 settings = HubSettings(port=int(port))
-app = create_app(settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store)
+app = create_app(
+    settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store, needed_commits=set
+)
 uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 """
 

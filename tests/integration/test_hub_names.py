@@ -16,8 +16,8 @@ from pipeline.hub.events import EventLog, reconcile, record_ref_changes
 from pipeline.hub.git import git
 from pipeline.hub.repositories import Repositories, Repository, RepositoryName
 from pipeline.hub.routes.repositories import NewRepository, create
+from pipeline.hub.service import Identity
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.tokens import Identity
 from tests.hub_fixtures import RunningHub, commit_file
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -37,7 +37,7 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.database = open_database(root / "hub.sqlite")
         self.log = EventLog(database=self.database, hub_url="http://hub")
-        self.repositories = Repositories(root)
+        self.repositories = Repositories(root, self.database)
         self.repositories.remove_incomplete()
         self.first = self.create(FACTS)
         tree = git(self.first.folder, "mktree").decode().strip()
@@ -54,8 +54,7 @@ class Folder:
             return self.repositories.add(connection, prepared)
 
     def find(self, name: RepositoryName = FACTS) -> Repository:
-        with self.database.read() as connection:
-            return self.repositories.find(connection, name)
+        return self.repositories.find(name)
 
     def replace(self) -> Repository:
         """Moves `local/facts` away, and creates an empty one in its place."""

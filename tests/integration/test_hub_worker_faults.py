@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from pipeline.hub import deliveries
-from pipeline.hub.cipher import Cipher
 from pipeline.hub.database import open_database
-from pipeline.hub.deliveries import Deliverer
+from pipeline.hub.deliveries import Deliverer, HubMetrics
 from pipeline.hub.events import Event, EventLog
-from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.repositories import RepositoryName
+from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import HubWatchedItem, WebhookRequest, create_webhook
+from pipeline.hub.webhooks import HubWatchedItem
 from tests.hub_fixtures import SECRET_KEY, Receiver, add_row, recording_receiver
 
 NAME = RepositoryName(type="dataset", owner="local", name="facts")
@@ -47,7 +46,7 @@ class Outbox:
                 create_webhook(
                     connection,
                     WebhookRequest(url=receiver.url, watched=watched),
-                    Cipher(SECRET_KEY),
+                    SECRET_KEY,
                 ).id
                 for receiver in receivers
             ]
@@ -70,9 +69,9 @@ class Outbox:
         async def serve() -> None:
             starts_no_job: Any = None
             deliverer = Deliverer(
-                self.database, HubSettings(), Cipher(SECRET_KEY), self.metrics, starts_no_job
+                self.database, HubSettings(), SECRET_KEY, self.metrics, starts_no_job
             )
-            deliverer.start()
+            running = asyncio.create_task(deliverer.run())
             try:
                 async with asyncio.timeout(30):
                     for number, condition in enumerate(conditions):
@@ -81,7 +80,8 @@ class Outbox:
                         if number == 0:
                             repair()
             finally:
-                await deliverer.stop()
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
 
         asyncio.run(serve())
 

@@ -92,8 +92,8 @@ def test_deploy_makes_the_space_and_a_second_time_changes_nothing(
     assert card is not None
     assert (card["sdk"], card["app_file"]) == ("gradio", "app.py")
     with closing(sqlite3.connect(stack.hub.root / "hub.sqlite")) as database:
-        secrets = database.execute("SELECT key FROM space_secrets").fetchall()
-    assert ("WEBHOOK_SECRET",) in secrets
+        scopes = database.execute("SELECT scope FROM events").fetchall()
+    assert ("repo.config",) in scopes, "the secret was sent"
 
     again = last_json(stack.run("deploy", "ada/made", "--json"))
     assert again["commit"] == first["commit"]

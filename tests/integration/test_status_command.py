@@ -26,7 +26,7 @@ from pipeline.stack.subscriptions import subscribe
 from pipeline.tokens import load_tokens
 from serving import settings as serving_settings
 from serving.weights import release_store
-from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
+from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
 from tests.ports import free_ports
 from tests.serving_fixtures import echo_app, echo_release, running
 
@@ -46,7 +46,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningHub]
         settings, home = tmp_path / "pipeline.toml", Home(tmp_path / ".pipeline")
         settings.write_text(PIPELINE)
         home.root.mkdir()
-        tokens = {"hub": hub.token, "admin": "a", "webhook": "w", "key": "k"}
+        tokens = {"hub": hub.token, "admin": "a", "webhook": "w", "key": SECRET_KEY.decode()}
         home.tokens_file.write_text(json.dumps(tokens))
         for name, value in {
             "PIPELINE_HOME": str(home.root),

@@ -8,14 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.hub import database as tables
-from pipeline.hub import events, outbox
-from pipeline.hub.cipher import Cipher
+from pipeline.hub import events, webhooks
 from pipeline.hub.database import open_database
 from pipeline.hub.events import EventLog, record_ref_changes
-from pipeline.hub.outbox import Attempt
 from pipeline.hub.repositories import RepositoryName
+from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import HubWatchedItem, WebhookRequest, create_webhook
+from pipeline.hub.webhooks import Attempt, HubWatchedItem
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import SECRET_KEY, add_row
 
@@ -45,7 +44,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
                 WebhookRequest(
                     url="http://x/", watched=(HubWatchedItem(type="user", name="local"),)
                 ),
-                Cipher(SECRET_KEY),
+                SECRET_KEY,
             )
         for state in states:
             with mock.patch.object(events, "read_refs", return_value=state):
@@ -56,7 +55,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
         pending_outcomes = list(outcomes)
         while True:
             with database.read() as connection:
-                head = outbox.head(connection, webhook.id)
+                head = webhooks.head(connection, webhook.id)
             if head is None:
                 break
             due = head[0]
@@ -71,7 +70,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
             if not refused:
                 sent[due.id] = sent.get(due.id, 0) + 1
             with database.write() as connection:
-                status, _ = outbox.settle(connection, due, webhook, attempt, SETTINGS)
+                status, _ = webhooks.settle(connection, due, webhook, attempt, SETTINGS)
             assert (status == "delivered") == (outcome in (200, 204))
             assert (status == "dead") == (
                 status != "delivered"

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 
 from jobs import temporary_failures
 from jobs.job import TRANSITIONS, JobState
-from pipeline.hub.outbox import DeliveryStatus
+from pipeline.hub.webhooks import DeliveryStatus
 from receiver.webhooks import WebhookStatus
 from serving import errors
 from serving.swap_schemas import SwapPhase, SwapResult

@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 
 from pipeline.hub import deliveries
-from pipeline.hub.deliveries import headers
+from pipeline.hub.deliveries import headers, is_forbidden, resolve
 from pipeline.hub.errors import HubError
-from pipeline.hub.outbox import Attempt, Due
-from pipeline.hub.webhooks import WebhookRequest, is_forbidden, resolve
+from pipeline.hub.routes.webhooks import WebhookRequest
+from pipeline.hub.webhooks import Attempt, Due
 from tests.hub_fixtures import recording_receiver
 from tests.ports import free_port
 

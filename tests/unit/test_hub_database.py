@@ -33,7 +33,8 @@ def test_a_database_of_another_version_is_refused_and_not_touched(tmp_path: Path
 def test_a_hub_whose_repositories_are_not_there_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hub.sqlite"
     name = RepositoryName(type="dataset", owner="local", name="facts")
-    repositories, database = Repositories(tmp_path), open_database(path)
+    database = open_database(path)
+    repositories = Repositories(tmp_path, database)
     repositories.remove_incomplete()
     with repositories.prepared(name) as prepared, database.write() as connection:
         repositories.add(connection, prepared)
@@ -49,7 +50,7 @@ def test_a_hub_whose_repositories_are_not_there_is_refused(tmp_path: Path) -> No
 def test_a_removal_that_fails_says_why_and_leaves_the_folder_as_it_was(
     tmp_path: Path, is_there: bool
 ) -> None:
-    repositories = Repositories(tmp_path)
+    repositories = Repositories(tmp_path, open_database(tmp_path / "hub.sqlite"))
     repositories.remove_incomplete()
     name = RepositoryName(type="dataset", owner="local", name="facts")
     folder = repositories.folder("1")

@@ -11,22 +11,20 @@ from cryptography.fernet import Fernet
 from sqlalchemy import Row, func, select, update
 
 from pipeline.hub import database as tables
-from pipeline.hub import outbox
-from pipeline.hub.cipher import Cipher
+from pipeline.hub import webhooks
 from pipeline.hub.database import Database, open_database
-from pipeline.hub.deliveries import Deliverer
+from pipeline.hub.deliveries import Deliverer, HubMetrics
 from pipeline.hub.events import Event, EventLog
-from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.outbox import Attempt, replay
 from pipeline.hub.repositories import RepositoryName
+from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import (
+    Attempt,
     HubWatchedItem,
     StoredWebhook,
-    WebhookRequest,
     change_webhook,
-    create_webhook,
     get_webhook,
+    replay,
 )
 from receiver.settings import ReceiverSettings
 from tests.hub_fixtures import add_row
@@ -53,7 +51,7 @@ class Kept:
         request = WebhookRequest(url="http://127.0.0.1:9/", watched=watched)
         with self.database.write() as connection:
             self._repository = add_row(connection, folder, name)
-            self._id = create_webhook(connection, request, Cipher(Fernet.generate_key())).id
+            self._id = create_webhook(connection, request, Fernet.generate_key()).id
         self.record()
 
     def record(self) -> None:
@@ -73,15 +71,15 @@ class Kept:
         """The webhook after the head of its queue was sent, and that ended so."""
         told = HubSettings.model_validate(settings)
         with self.database.write() as connection:
-            head = outbox.head(connection, self._id)
+            head = webhooks.head(connection, self._id)
             assert head is not None
-            outbox.settle(connection, *head, attempt, told)
+            webhooks.settle(connection, *head, attempt, told)
             return get_webhook(connection, self._id)
 
     def head(self) -> str:
         """The id of the head of the queue."""
         with self.database.read() as connection:
-            head = outbox.head(connection, self._id)
+            head = webhooks.head(connection, self._id)
         assert head is not None
         return head[0].id
 
@@ -93,7 +91,7 @@ class Kept:
 
     def is_pruned(self, **columns: object) -> bool:
         self.change(**columns)
-        outbox.prune(self.database, 30)
+        webhooks.prune(self.database, 30)
         return not self.deliveries()
 
 
@@ -123,15 +121,15 @@ def test_refused_connections_use_up_no_attempt_and_are_tried_less_often(kept: Ke
 def idle_deliverer(kept: Kept) -> Deliverer:
     settings = HubSettings(delivery_schedule_seconds=(0,))
     starts_no_job: Any = None
-    cipher = Cipher(Fernet.generate_key())
-    return Deliverer(kept.database, settings, cipher, HubMetrics(), starts_no_job)
+    key = Fernet.generate_key()
+    return Deliverer(kept.database, settings, key, HubMetrics(), starts_no_job)
 
 
 def test_the_log_says_that_a_delivery_waits_after_a_410(
     kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
     deliverer = idle_deliverer(kept)
-    found = deliverer._read_head(kept.webhook().id)
+    found = deliverer._read(webhooks.head, kept.webhook().id)
     assert found is not None
     deliverer._settle(*found, replace(failed(0), response_status=410))
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
@@ -160,7 +158,7 @@ def test_a_replay_during_the_last_attempt_makes_it_pending(
     deliverer = idle_deliverer(kept)
     kept.change(queued_at=time.time() - DAY)
     [stored] = kept.deliveries()
-    found = deliverer._read_head(stored.webhook_id)
+    found = deliverer._read(webhooks.head, stored.webhook_id)
     assert found is not None
     due, webhook = found
     with kept.database.write() as connection:
@@ -181,7 +179,7 @@ def test_each_wait_is_the_schedules(kept: Kept) -> None:
         assert webhook.retry_at is not None
         assert webhook.retry_at - time.time() == pytest.approx(seconds, abs=0.3)
     with kept.database.read() as connection:
-        assert outbox.queues(connection) == {webhook.id: webhook.retry_at}
+        assert webhooks.queues(connection) == {webhook.id: webhook.retry_at}
 
 
 def test_the_head_dies_alone_and_the_next_follows(kept: Kept) -> None:
@@ -247,7 +245,7 @@ def test_events_go_with_their_deliveries(kept: Kept) -> None:
     kept.record()
     with kept.database.write() as connection:
         connection.execute(update(tables.events).values(created_at=OLD))
-    outbox.prune(kept.database, 30)
+    webhooks.prune(kept.database, 30)
     with kept.database.read() as connection:
         assert connection.scalar(select(func.count()).select_from(tables.events)) == 1
     assert [one.status for one in kept.deliveries()] == ["pending"]
@@ -257,7 +255,7 @@ def test_a_person_and_a_410_disable_and_a_restart_ends_a_suspension(kept: Kept) 
     def restart(**how: bool) -> str:
         with kept.database.write() as connection:
             webhook = get_webhook(connection, kept.webhook().id)
-            change_webhook(connection, webhook, **outbox.NO_FAILURES, **how)
+            change_webhook(connection, webhook, **webhooks.NO_FAILURES, **how)
         return kept.webhook().status
 
     assert kept.send(failed(0), suspend_after_seconds=0).status == "suspended"

@@ -1,28 +1,57 @@
-"""API routes that need the hub's own token. The commands `pipeline hub tokens`, `gc` and `purge`
-call them while the hub runs."""
+"""What the hub's own token allows: to manage tokens, to remove the commits and large files that
+nothing needs any more (`collect_garbage`), and to remove a commit that was pushed by mistake
+(`purge`). The commands `pipeline hub tokens`, `gc` and `purge` call the routes while the hub runs,
+and the functions below while no hub runs.
 
+A token that a person created may only read, or read and write, and is valid for all repositories or
+only for some.
+
+A commit that is on no branch any more stays, because a release may name it, and a client may fetch
+it by its sha. Only `sweep` removes such commits. Git itself never does it (`gc.auto = 0`). Every
+step may be repeated. So if one is killed, it can be started again.
+"""
+
+import contextlib
+import re
+import secrets
+import time
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypedDict, get_args
 
 from fastapi import APIRouter, Depends
+from sqlalchemy import delete, insert, select
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.discussions import open_bases
-from pipeline.hub.garbage import collect_garbage, plan_purge, purge
-from pipeline.hub.http_json import Json
-from pipeline.hub.repositories import Repository
+from pipeline.hub import xet
+from pipeline.hub.contents import all_commits, all_objects, look_up, pointers_of
+from pipeline.hub.database import Database, events
+from pipeline.hub.database import tokens as table
+from pipeline.hub.errors import BadRequest, Conflict, HubError, NotFound
+from pipeline.hub.git import KEEP_PREFIX, PUSHED_PREFIXES, git, lines_of
+from pipeline.hub.http_json import Json, iso_time
+from pipeline.hub.large_files import GRACE_SECONDS, LargeFiles
+from pipeline.hub.repositories import (
+    SHA,
+    Repositories,
+    Repository,
+    RepositoryName,
+    open_bases,
+    repository_name,
+)
 from pipeline.hub.routes.contents import described
-from pipeline.hub.service import HubOf, Locked, hubs_own
-from pipeline.hub.tokens import create_token, list_tokens, revoke_token
+from pipeline.hub.service import HubOf, Locked, NeededCommits, Role, digest, hubs_own
 
 _PURGE = "/purge/{repository:typed_repository}/{sha}"
+_MAX_NAMED = 5
 
 router = APIRouter(prefix="/api/settings", dependencies=[Depends(hubs_own)])
 
 
 @router.get("/tokens")
 def show_tokens(hub: HubOf) -> list[Json]:
-    return list_tokens(hub.database, hub.repositories)
+    return list_tokens(hub.repositories)
 
 
 @router.post("/tokens/{name:part}")
@@ -33,13 +62,13 @@ def create(
     all repositories. An empty `repositories` is an error, so that a script whose variable is empty
     gets no token for everything."""
     reaches = [] if repositories is None else repositories.split(",")
-    made = create_token(hub.database, hub.repositories, name, role, reaches)
+    made = create_token(hub.repositories, name, role, reaches)
     return JSONResponse(made, headers={"Cache-Control": "no-store"})
 
 
 @router.delete("/tokens/{name:part}")
 def revoke(hub: HubOf, name: str) -> Json:
-    return revoke_token(hub.database, name)
+    return revoke_token(hub.repositories, name)
 
 
 @router.post("/gc")
@@ -52,7 +81,7 @@ async def gc(hub: HubOf) -> Json:
     def collect(repository: Repository) -> None:
         removed.update(collect_garbage(repository, hub.database, hub.needed_commits))
 
-    await hub.repositories.for_each(hub.database, collect)
+    await hub.repositories.for_each(collect)
     return {**removed}
 
 
@@ -62,9 +91,216 @@ def purge_commit(request: Request, hub: HubOf, repository: Locked, sha: str) -> 
     """Removes a commit that was pushed by mistake. With GET, only says what a purge would remove.
     The answer is 409 if the history of a branch, a tag or an open pull request still has the
     commit."""
-    with hub.database.read() as connection:
-        refs = open_bases(connection, repository)
     act = plan_purge if request.method == "GET" else purge
-    answer = act(repository, sha, refs)
+    answer = act(repository, hub.database, sha)
     described.cache_clear()  # it may hold the card of a removed commit
     return dict(answer)
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+def check_name(name: str) -> None:
+    """Raises BadRequest if a token cannot have this name."""
+    if not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"{name!r} is not a valid name for a token: use 1 to 96 letters, digits, '-', '_' and "
+            "'.', beginning with a letter or a digit."
+        )
+
+
+def create_token(repositories: Repositories, name: str, role: str, reaches: Sequence[str]) -> Json:
+    """Creates a token. `reaches` are the only repositories for which it is valid, such as
+    `dataset:local/facts`; if it is empty, the token is for all repositories. Only this answer
+    shows the token."""
+    if role not in get_args(Role):
+        raise BadRequest(f"{role!r} is not a role: choose read or write.")
+    check_name(name)
+    token = f"hf_{secrets.token_hex(20)}"
+    ids = [repositories.find(_named(item)).id for item in reaches]
+    with repositories.database.write() as connection:
+        if connection.execute(select(table.c.name).where(table.c.name == name)).first() is not None:
+            raise Conflict(
+                f"There is a token {name!r} already: revoke it first, or choose another name."
+            )
+        connection.execute(
+            insert(table).values(
+                name=name,
+                digest=digest(token.encode()),
+                role=role,
+                repositories=ids or None,
+                created_at=time.time(),
+            )
+        )
+    return {"name": name, "role": role, "token": token}
+
+
+def _named(item: str) -> RepositoryName:
+    type, _, id = item.partition(":")
+    owner, slash, short = id.partition("/")
+    if not slash:
+        raise BadRequest(
+            f"{item!r} does not name a repository: write its type, owner and name, such as "
+            "dataset:owner/name."
+        )
+    return repository_name(type, owner, short)
+
+
+def list_tokens(repositories: Repositories) -> list[Json]:
+    names = {each.id: f"{each.name.type}:{each.name.id}" for each in repositories.all()}
+    with repositories.database.read() as connection:
+        return [
+            {
+                "name": row.name,
+                "role": row.role,
+                "repositories": row.repositories
+                and [names.get(id, "(deleted)") for id in row.repositories],
+                "createdAt": iso_time(row.created_at),
+            }
+            for row in connection.execute(select(table).order_by(table.c.created_at))
+        ]
+
+
+def revoke_token(repositories: Repositories, name: str) -> Json:
+    """Deletes a token, so that the next request with it is refused. Raises NotFound."""
+    with repositories.database.write() as connection:
+        if connection.execute(delete(table).where(table.c.name == name)).rowcount == 0:
+            raise NotFound(
+                f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."
+            )
+    return {"revoked": name}
+
+
+def collect_garbage(
+    repository: Repository, database: Database, needed_commits: NeededCommits
+) -> Counter[str]:
+    """Removes the commits that are on no branch any more, and that neither `needed_commits` nor a
+    stored event names. Also removes the large files that no commit names.
+
+    The chunks that `hf_xet` has sent are removed too, if no upload began in the last
+    `GRACE_SECONDS`. `hf_xet` sends them again when it needs them.
+
+    Counts what was removed: the commits (`released`), and the bytes of large files (`large_bytes`).
+    The caller holds the repository's lock. Otherwise this would remove the objects of a push that
+    is under way, because they have no ref yet.
+    """
+    with database.read() as connection:
+        told = connection.scalars(
+            select(events.c.updated_refs).where(events.c.repository_id == repository.id)
+        )
+        named = {each[key] for moved in told for each in moved for key in ("old_sha", "new_sha")}
+    num_before = len(all_commits(repository))
+    large_bytes = sweep(repository, {*needed_commits(), *named} - {None})
+    xet.empty(repository.folder, grace_seconds=GRACE_SECONDS)
+    num_removed = num_before - len(all_commits(repository))
+    return Counter(released=num_removed, large_bytes=large_bytes)
+
+
+def sweep(repository: Repository, needed: Iterable[str], *, new_files_stay: bool = True) -> int:
+    """Removes the git objects that neither a ref nor a commit in `needed` leads to, and the large
+    files that no remaining commit names. A large file may come before its commit, so it stays for
+    at least `GRACE_SECONDS`. If `new_files_stay` is false, newer ones that a removed commit names
+    go too. Returns how many bytes the large files had. The caller holds the repository's lock."""
+    files = LargeFiles(repository.folder)
+    with _kept(repository, needed):
+        listed = git(repository.folder, "rev-list", "--all", "--objects", "--no-object-names")
+        reachable = pointers_of(repository, look_up(repository, lines_of(listed)))
+        named = {pointer.oid for pointer in reachable.values()}
+        num_bytes = files.remove_others(named, grace_seconds=GRACE_SECONDS)
+        if not new_files_stay:
+            # Before their pointers. If the sweep is killed, the next one still finds the remaining
+            # files by the pointers.
+            present = pointers_of(repository, all_objects(repository)).values()
+            files.remove({pointer.oid for pointer in present} - named)
+        git(repository.folder, "gc", "--quiet", "--prune=now")
+    return num_bytes
+
+
+@contextlib.contextmanager
+def _kept(repository: Repository, needed: Iterable[str]) -> Iterator[None]:
+    """Within the block, a ref `refs/keep/<sha>` leads to each commit in `needed` that no other ref
+    leads to. Ignores commits that the repository does not have."""
+    _drop_kept(repository)  # from a killed sweep
+    lines = git(
+        repository.folder,
+        *("rev-list", "--ignore-missing", "--parents", "--stdin", "--not", "--all"),
+        stdin="".join(f"{sha}\n" for sha in needed).encode(),
+    )
+    lost = [line.split() for line in lines_of(lines)]
+    # A commit that has another one after it needs no ref of its own.
+    parents = {parent for _, *parents in lost for parent in parents}
+    tips = "".join(f"update {KEEP_PREFIX}{sha} {sha}\n" for sha, *_ in lost if sha not in parents)
+    git(repository.folder, "update-ref", "--stdin", stdin=tips.encode())
+    try:
+        yield
+    finally:
+        _drop_kept(repository)
+
+
+def _drop_kept(repository: Repository) -> None:
+    refs = git(repository.folder, "for-each-ref", "--format=delete %(refname)", KEEP_PREFIX)
+    git(repository.folder, "update-ref", "--stdin", stdin=refs)
+
+
+class Purge(TypedDict):
+    commits: list[str]
+    """The shas of all commits that are removed: the given commit, and the commits after it, which
+    contain it."""
+    refs: list[str]
+    """The refs that lead to the commit, and that are removed too."""
+    is_there: bool
+    """False if the repository does not have the commit (any more)."""
+
+
+def plan_purge(repository: Repository, database: Database, sha: str) -> Purge:
+    """What a purge would remove. Nobody can push to the ref of a pull request that is not open, so
+    a purge removes it.
+
+    Raises BadRequest if `sha` is not the sha of a commit, and Conflict if a branch, a tag or an
+    open pull request leads to the commit.
+    """
+    if not SHA.fullmatch(sha):
+        raise BadRequest(f"{sha!r} is not the sha of a commit: give all 40 digits of its sha.")
+    [found] = look_up(repository, [sha])
+    if found is None:
+        return Purge(commits=[sha], refs=[], is_there=False)
+    if found[1] != "commit":
+        raise BadRequest(
+            f"{sha} is a {found[1]}, not a commit: give the sha of the commit that brought it."
+        )
+    leading = lines_of(
+        git(repository.folder, "for-each-ref", f"--contains={sha}", "--format=%(refname)")
+    )
+    open_refs = open_bases(database, repository)
+    pushed = [ref for ref in leading if ref.startswith(PUSHED_PREFIXES) or ref in open_refs]
+    if pushed:
+        names = ", ".join(pushed[:_MAX_NAMED]) + (", …" if len(pushed) > _MAX_NAMED else "")
+        raise Conflict(
+            f"{names} of the {repository.name} still {'leads' if len(pushed) == 1 else 'lead'} to "
+            f"{sha}: first remove the commit there (git push --force), or delete the branch or "
+            "tag, or close the pull request."
+        )
+    after = git(
+        repository.folder,
+        *("rev-list", "--ancestry-path", "--stdin", f"^{sha}"),
+        stdin="".join(f"{each}\n" for each in all_commits(repository)).encode(),
+    )
+    return Purge(commits=[sha, *lines_of(after)], refs=leading, is_there=True)
+
+
+def purge(repository: Repository, database: Database, sha: str) -> Purge:
+    """Removes the commits and refs of the plan that `plan_purge` makes, and returns the plan. The
+    caller holds the repository's lock. Raises the errors of `plan_purge`, and HubError if the
+    commit is still there afterwards."""
+    planned = plan_purge(repository, database, sha)
+    commands = "".join(f"delete {ref}\n" for ref in planned["refs"])
+    git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
+    needed = set(all_commits(repository)).difference(planned["commits"])
+    sweep(repository, needed, new_files_stay=False)
+    xet.empty(repository.folder, grace_seconds=0)
+    if look_up(repository, [sha]) != [None]:
+        raise HubError(
+            f"{sha} is still in {repository.folder}: something that is not a ref leads to it, such "
+            "as objects/info/alternates or HEAD. Remove that, then purge again."
+        )
+    return planned

@@ -3,7 +3,6 @@ tells a client how to send each file, and `commit` makes the commit."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from tempfile import TemporaryFile
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -32,8 +31,7 @@ from pipeline.hub.contents import (
     read_tree,
     resolve_revision,
 )
-from pipeline.hub.discussions import MAX_TITLE, OPEN, list_discussions
-from pipeline.hub.errors import RevisionNotFound
+from pipeline.hub.errors import Conflict, RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.git import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import (
@@ -42,18 +40,22 @@ from pipeline.hub.http_json import (
     client_warning,
     hub_url,
     json_body,
-    receive_into,
 )
 from pipeline.hub.repositories import (
+    OPEN,
     RefChange,
     Repository,
     new_file_path,
+    open_bases,
     read_refs,
     remember,
 )
-from pipeline.hub.routes.discussions import check_takes_commits, open_discussion
-from pipeline.hub.service import API, HubOf, Named, Writer, readable
-from pipeline.hub.tokens import Identity, signature
+from pipeline.hub.routes.discussions import (
+    MAX_TITLE,
+    list_discussions,
+    open_discussion,
+)
+from pipeline.hub.service import API, HubOf, Identity, Named, Received, Writer, readable
 from receiver.rules import DEFAULT_BRANCH
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
@@ -117,7 +119,7 @@ async def preupload(
     path: the sha256 of a large file, or else the sha of the blob. If the client's file has the same
     id, the client does not send it."""
     paths = [new_file_path(file.path) for file in body.files]
-    find = partial(hub.find_reached, name, identity)
+    find = partial(hub.repositories.find, name, identity.repositories)
     # Most repositories have a commit, and then the request need not wait for the lock.
     if not await run_in_threadpool(lambda: read_refs(find())):
         async with hub.locked(name, identity) as repository:
@@ -154,23 +156,22 @@ async def commit(
     hub: HubOf,
     identity: Writer,
     name: Named,
+    file: Received,
     revision: str,
     create_pr: bool = False,
 ) -> JSONResponse:
     """Makes one commit with all operations, or fails and makes none. With `create_pr`, the commit
     goes to a new pull request."""
-    with TemporaryFile(dir=hub.repositories.incoming) as file:
-        await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
-        async with hub.commit_slots:
-            body = await run_in_threadpool(CommitBody, file)
-        act = commit_to_pull_request if create_pr else commit_to_branch
-        # Find the repository again: while the body came in, another one may have got its name.
-        # Take the slot after the lock. Otherwise a request that waits for the lock would hold a
-        # slot, which another request could use.
-        async with hub.locked(name, identity) as repository, hub.commit_slots:
-            made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
-            sha, changes, num = made
-            remarks = await run_in_threadpool(hub.remarks, repository, changes)
+    async with hub.commit_slots:
+        body = await run_in_threadpool(CommitBody, file)
+    act = commit_to_pull_request if create_pr else commit_to_branch
+    # Find the repository again: while the body came in, another one may have got its name. Take the
+    # slot after the lock. Otherwise a request that waits for the lock would hold a slot, which
+    # another request could use.
+    async with hub.locked(name, identity) as repository, hub.commit_slots:
+        made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
+        sha, changes, num = made
+        remarks = await run_in_threadpool(hub.remarks, repository, changes)
     web = f"{hub_url(request)}/{repository.name.path}"
     answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
     if num is not None:
@@ -197,7 +198,7 @@ def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
     stored, because the first commit brings no data."""
     if read_refs(repository):
         return
-    first = first_commit(repository, signature(identity))
+    first = first_commit(repository, identity.signature)
     with log.database.write() as connection:
         remember(connection, repository, [first])
 
@@ -206,9 +207,12 @@ def commit_to_branch(
     log: EventLog, repository: Repository, identity: Identity, revision: str, body: CommitBody
 ) -> Made:
     ref, head = find_branch(repository, revision)
-    if ref.startswith(PULL_REQUEST_PREFIX):
-        check_takes_commits(log, repository, ref)
-    sha = make_commit(repository, ref, head, body, signature(identity))
+    if ref.startswith(PULL_REQUEST_PREFIX) and ref not in open_bases(log.database, repository):
+        raise Conflict(
+            f"The pull request of {ref} is merged or closed, so it takes no more commits: open "
+            "another one."
+        )
+    sha = make_commit(repository, ref, head, body, identity.signature)
     return sha, () if sha == head else record_ref_changes(repository, log), None
 
 
@@ -221,7 +225,7 @@ def commit_to_pull_request(
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
     changes = planned_changes(repository, start, body)
-    sha = import_commit(repository, start, body.header.message, signature(identity), changes)
+    sha = import_commit(repository, start, body.header.message, identity.signature, changes)
     earlier = _opened_before(log, repository, identity, base, sha)
     if earlier is not None:
         return earlier

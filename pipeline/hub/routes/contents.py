@@ -69,10 +69,11 @@ def list_repositories(
     with hub.database.read() as connection:
         newest = select(refs.c.repository_id, refs.c.sha).where(refs.c.ref == DEFAULT_BRANCH)
         heads = {row.repository_id: row.sha for row in connection.execute(newest)}
-        present = hub.repositories.all(connection)
     found = [
         described(repository, heads.get(repository.id))
-        for repository in sorted(present, key=lambda each: each.created_at, reverse=True)
+        for repository in sorted(
+            hub.repositories.all(), key=lambda each: each.created_at, reverse=True
+        )
         if repository.name.type == type
         and identity.may_see(repository)
         and author.lower() in ("", repository.name.owner.lower())
@@ -147,19 +148,9 @@ def commits(
     limit = min(limit, COMMITS_PER_PAGE)
     commit = resolve_revision(repository, at or revision)
     found = list_commits(repository, commit, skip=p * limit, limit=limit + 1)
-    items = [
-        {
-            "id": one.sha,
-            "title": one.title,
-            "message": one.message,
-            "date": iso_time(one.committed_at),
-            "authors": [{"user": one.author}],
-        }
-        for one in found[:limit]
-    ]
     next_page = request.url.include_query_params(p=p + 1, at=commit)
     headers = {"Link": f'<{next_page}>; rel="next"'} if len(found) > limit else {}
-    return JSONResponse(items, headers=headers)
+    return JSONResponse(found[:limit], headers=headers)
 
 
 @files.api_route("/resolve/{revision:part}/{path:rest}", methods=["GET", "HEAD"])
@@ -219,8 +210,7 @@ def described(repository: Repository, commit: str | None) -> Json:
     card = Card()
     if readme is not None and readme.type == "file":
         card = parse_card(read_file(repository, readme).decode(errors="replace"))
-    facts |= {"lastModified": iso_time(newest.committed_at)}
-    facts |= {"tags": card.texts("tags"), "cardData": card.metadata}
+    facts |= {"lastModified": newest["date"], "tags": card.texts("tags"), "cardData": card.metadata}
     if repository.name.type == "model":
         facts |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
     return facts

@@ -1,46 +1,46 @@
 """API routes for discussions and pull requests: they list, open, comment on, close and merge them.
 
+A pull request is a discussion with commits. The commits are on the ref `refs/pr/<num>`. The branch
+that the pull request is for gets their changes only when the pull request is merged.
+
 Each change is stored together with its event.
 """
 
 import logging
+import re
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from secrets import token_hex
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path
 from pydantic import BaseModel
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 from starlette.requests import Request
 
 from pipeline.hub.contents import read_commit
+from pipeline.hub.database import discussion_events as events
 from pipeline.hub.database import discussions as table
-from pipeline.hub.discussions import (
-    CLOSED,
-    OPEN,
-    Discussion,
-    DiscussionEvent,
-    Status,
-    add_comment,
-    add_event,
-    checked_title,
-    find_discussion,
-    list_discussions,
-    list_events,
-)
-from pipeline.hub.errors import BadRequest, Conflict, HubError, RequestError
-from pipeline.hub.events import Event, EventLog, record_ref_changes
-from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
+from pipeline.hub.errors import BadRequest, Conflict, HubError, NotFound, RequestError
+from pipeline.hub.events import Event, EventLog, owner_id, record_ref_changes
+from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, Signature, git
 from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
-from pipeline.hub.repositories import Repository, read_refs
-from pipeline.hub.service import API, HubOf, Locked, Readable, Writer
-from pipeline.hub.tokens import Identity, Signature, signature
+from pipeline.hub.repositories import OPEN, Repository, read_refs
+from pipeline.hub.service import API, HubOf, Identity, Locked, Readable, Writer
+from receiver.payload import EventAction
 from receiver.rules import DEFAULT_BRANCH
 
 logger = logging.getLogger(__name__)
 
+Status = Literal["draft", "open", "closed", "merged"]
+
+CLOSED = ("closed", "merged")
+MAX_TITLE = 200
+MAX_TEXT = 64 * 1024
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 MAX_DIFF_BYTES = 1024 * 1024
 MAX_TITLES = 250
 """How many commits of a pull request the message of its merge names: the newest ones."""
@@ -52,6 +52,7 @@ _NOT_SHOWN = (
     f"commit in common with its branch, or git needed more than {MAX_SECONDS:g} s. The hub's log "
     "has git's error.]\n"
 )
+
 
 router = APIRouter(prefix=f"{API}/discussions")
 Num = Annotated[int, Path(lt=10**9)]
@@ -67,13 +68,35 @@ class NewComment(BaseModel):
     comment: str
 
 
-class NewStatus(BaseModel):
-    status: Literal["open", "closed"]
-    comment: str | None = None
-
-
 class Merge(BaseModel):
     comment: str | None = None
+
+
+class NewStatus(Merge):
+    status: Literal["open", "closed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discussion:
+    id: str
+    repository_id: str
+    num: int
+    """The number in the repository, from 1. Discussions and pull requests are counted together."""
+    title: str
+    author: str
+    status: Status
+    created_at: float
+    base: str | None
+    """The full name of the branch that a pull request is for. None for a discussion."""
+    merge_commit: str | None
+
+    @property
+    def is_pull_request(self) -> bool:
+        return self.base is not None
+
+    @property
+    def ref(self) -> str:
+        return f"{PULL_REQUEST_PREFIX}{self.num}"
 
 
 @router.get("")
@@ -101,9 +124,10 @@ def show_all(
 def show(hub: HubOf, repository: Readable, num: Num, diff: bool = False) -> Json:
     with hub.database.read() as connection:
         discussion = find_discussion(connection, repository, num)
-        events = list_events(connection, discussion)
+        of_discussion = events.c.discussion_id == discussion.id
+        its = connection.execute(select(events).where(of_discussion).order_by(events.c.seq)).all()
     document = _as_json(discussion, repository)
-    document["events"] = [_event_as_json(event) for event in events]
+    document["events"] = [_event_as_json(event) for event in its]
     if discussion.base is not None:
         document["changes"] = {"base": discussion.base, "mergeCommitId": discussion.merge_commit}
         document["filesWithConflicts"] = None  # not known before a merge, which names them
@@ -145,7 +169,9 @@ def comment(
     num: Num,
 ) -> Json:
     with hub.database.write() as connection:
-        added = _comment(connection, hub.log, repository, identity, num, body.comment)
+        found = find_discussion(connection, repository, num)
+        change = _Change(connection, hub.log, repository, identity.user)
+        added = change.comment(found, body.comment)
     return {"newMessage": _event_as_json(added)}
 
 
@@ -158,9 +184,8 @@ def set_status(
     num: Num,
 ) -> Json:
     with hub.database.write() as connection:
-        changed = _set_status(
-            connection, hub.log, repository, identity, num, body.status, body.comment
-        )
+        change = _Change(connection, hub.log, repository, identity.user)
+        changed = change.set_status(num, body.status, body.comment)
     return {"newStatus": _event_as_json(changed)}
 
 
@@ -191,9 +216,10 @@ def merge(
     titles = ("--reverse", f"--max-count={MAX_TITLES}", "--format=- %s (%H)", f"{base}..{head}")
     listed = git(repository.folder, "log", *titles).decode(errors="replace")
     message = f"{found.title} (#{num})\n\n{listed}"
-    commit = squash(repository, base, head, message=message, author=signature(identity))
+    commit = squash(repository, base, head, message=message, author=identity.signature)
     with hub.database.write() as connection:
-        _set_status(connection, hub.log, repository, identity, num, "merged", body.comment, commit)
+        change = _Change(connection, hub.log, repository, identity.user)
+        change.set_status(num, "merged", body.comment, commit)
         # The branch moves last, because the comment may be refused. If git fails, nothing is
         # stored. If the hub is killed before the transaction ends, the branch has the commit, and
         # the pull request stays open.
@@ -239,58 +265,132 @@ def open_discussion(
             )
         )
         found = find_discussion(connection, repository, num)
-        first = add_comment(connection, found, author=identity.user, text=text)
-        event = Event(action="create", scope="discussion", discussion=found, comment=first)
-        log.record(connection, repository, event)
+        change = _Change(connection, log, repository, identity.user)
+        change.comment(found, text, scope="discussion")
     if base is not None:
         git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
         record_ref_changes(repository, log)
     return found
 
 
-def _comment(
-    connection: Connection,
-    log: EventLog,
-    repository: Repository,
-    identity: Identity,
-    num: int,
-    text: str,
-) -> DiscussionEvent:
-    found = find_discussion(connection, repository, num)
-    added = add_comment(connection, found, author=identity.user, text=text)
-    event = Event(action="create", scope="discussion.comment", discussion=found, comment=added)
-    log.record(connection, repository, event)
-    return added
+@dataclass(frozen=True)
+class _Change:
+    """Changes a discussion in the caller's transaction, and stores the events."""
+
+    connection: Connection
+    log: EventLog
+    repository: Repository
+    author: str
+
+    def comment(
+        self, discussion: Discussion, text: str, scope: str = "discussion.comment"
+    ) -> Row[Any]:
+        """Adds a comment, and returns its row. The event of a new discussion has the first comment
+        and the scope `discussion`. Raises BadRequest."""
+        if not text.strip() or len(text) > MAX_TEXT:
+            raise BadRequest(
+                f"A comment must have 1 to {MAX_TEXT} characters and not only white space, and "
+                f"this one has {len(text)}."
+            )
+        added = self._add(discussion, "comment", text)
+        self._tell("create", scope, discussion, added)
+        return added
+
+    def set_status(
+        self, num: int, status: Status, text: str | None, merge_commit: str | None = None
+    ) -> Row[Any]:
+        """Changes the status, and adds the comment `text`. The comment is an event of its own, so
+        that a webhook which reads comments gets this one too. Raises Conflict if the pull request
+        is merged, or the discussion has this status already."""
+        found = find_discussion(self.connection, self.repository, num)
+        if text:
+            self.comment(found, text)
+        if found.status == "merged":
+            raise Conflict(
+                f"Pull request {num} is merged, so its status cannot change: open a new pull "
+                "request."
+            )
+        if found.status == status:
+            raise Conflict(f"Discussion {num} is {status} already.")
+        values = {"status": status, "merge_commit": merge_commit}
+        self.connection.execute(update(table).where(table.c.id == found.id).values(values))
+        changed = self._add(found, "status-change", status)
+        after = find_discussion(self.connection, self.repository, num)
+        self._tell("update", "discussion", after)
+        return changed
+
+    def _add(self, discussion: Discussion, type: str, text: str) -> Row[Any]:
+        values = {"type": type, "author": self.author, "created_at": time.time(), "text": text}
+        added = insert(events).values(id=token_hex(12), discussion_id=discussion.id, **values)
+        return self.connection.execute(added.returning(events)).one()
+
+    def _tell(
+        self,
+        action: EventAction,
+        scope: str,
+        discussion: Discussion,
+        comment: Row[Any] | None = None,
+    ) -> None:
+        name, hub, page = self.repository.name, self.log.hub_url, f"discussions/{discussion.num}"
+        web, api = f"{hub}/{name.path}/{page}", f"{hub}/api/{name.type}s/{name.id}/{page}"
+        about: Json = {
+            "id": discussion.id,
+            "num": discussion.num,
+            "title": discussion.title,
+            "isPullRequest": discussion.is_pull_request,
+            "status": discussion.status,
+            "author": {"id": owner_id(discussion.author)},
+            "url": {"web": web, "api": api},
+        }
+        if discussion.base is not None:
+            merged = {"mergeCommitId": discussion.merge_commit} if discussion.merge_commit else {}
+            about["changes"] = {"base": discussion.base, **merged}
+        more: Json = {"discussion": about}
+        if comment is not None:
+            more["comment"] = {
+                "id": comment.id,
+                "author": {"id": owner_id(comment.author)},
+                "hidden": False,
+                "content": comment.text,
+                "url": {"web": f"{web}#{comment.id}"},
+            }
+        event = Event(action=action, scope=scope, more=more)
+        self.log.record(self.connection, self.repository, event)
 
 
-def _set_status(
-    connection: Connection,
-    log: EventLog,
-    repository: Repository,
-    identity: Identity,
-    num: int,
-    status: Status,
-    text: str | None,
-    merge_commit: str | None = None,
-) -> DiscussionEvent:
-    """Changes the status, and adds the comment `text`. The comment is an event of its own, so that
-    a webhook which reads comments gets this one too. Raises Conflict if the pull request is merged,
-    or the discussion has this status already."""
-    if text:
-        _comment(connection, log, repository, identity, num, text)
-    found = find_discussion(connection, repository, num)
-    if found.status == "merged":
-        raise Conflict(
-            f"Pull request {num} is merged, so its status cannot change: open a new pull request."
+def find_discussion(connection: Connection, repository: Repository, num: int) -> Discussion:
+    """Raises NotFound."""
+    of_repository = table.c.repository_id == repository.id
+    row = connection.execute(select(table).where(of_repository, table.c.num == num)).one_or_none()
+    if row is None:
+        raise NotFound(
+            f"The {repository.name} has no discussion and no pull request {num}: list them to find "
+            "its number."
         )
-    if found.status == status:
-        raise Conflict(f"Discussion {num} is {status} already.")
-    values = {"status": status, "merge_commit": merge_commit}
-    connection.execute(update(table).where(table.c.id == found.id).values(values))
-    changed = add_event(connection, found, "status-change", identity.user, status)
-    after = find_discussion(connection, repository, num)
-    log.record(connection, repository, Event(action="update", scope="discussion", discussion=after))
-    return changed
+    return Discussion(**row._asdict())
+
+
+def list_discussions(
+    connection: Connection, repository: Repository, statuses: Sequence[str]
+) -> list[Discussion]:
+    """The discussions and pull requests of the repository, newest first."""
+    wanted = select(table).where(
+        table.c.repository_id == repository.id, table.c.status.in_(statuses)
+    )
+    rows = connection.execute(wanted.order_by(table.c.num.desc()))
+    return [Discussion(**row._asdict()) for row in rows]
+
+
+def checked_title(title: str) -> str:
+    """The title in one line. Raises BadRequest if it cannot be a title."""
+    line = " ".join(title.split())
+    # The title becomes the message of the merge commit. Git refuses a NUL character there.
+    if not line or len(line) > MAX_TITLE or _CONTROL.search(line):
+        raise BadRequest(
+            f"A title must have 1 to {MAX_TITLE} characters and no control characters, and this "
+            f"one has {len(line)} characters: change it."
+        )
+    return line
 
 
 def difference(repository: Repository, base: str, head: str) -> str:
@@ -351,16 +451,6 @@ def squash(repository: Repository, base: str, head: str, *, message: str, author
     return commit.decode().strip()
 
 
-def check_takes_commits(log: EventLog, repository: Repository, ref: str) -> None:
-    """Raises Conflict if the pull request of this ref is closed or merged: such a pull request
-    takes no more commits. Raises NotFound if there is no pull request for this ref."""
-    with log.database.read() as connection:
-        num = int(ref.removeprefix(PULL_REQUEST_PREFIX))
-        discussion = find_discussion(connection, repository, num)
-    if discussion.status not in OPEN:
-        raise Conflict(f"Pull request {num} is {discussion.status}: open another one.")
-
-
 def _as_json(discussion: Discussion, repository: Repository) -> Json:
     return {
         "num": discussion.num,
@@ -375,7 +465,7 @@ def _as_json(discussion: Discussion, repository: Repository) -> Json:
     }
 
 
-def _event_as_json(event: DiscussionEvent) -> Json:
+def _event_as_json(event: Row[Any]) -> Json:
     data: Json = {"status": event.text}
     if event.type == "comment":
         latest = {"raw": event.text, "html": f"<p>{escape(event.text)}</p>"}

@@ -8,10 +8,9 @@ https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backen
 """
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from tempfile import TemporaryFile
-from typing import IO, Annotated
+from typing import IO
 
 from fastapi import APIRouter, Depends
 from starlette.background import BackgroundTask
@@ -20,17 +19,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from pipeline.hub import git
-from pipeline.hub.discussions import open_bases
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git import clear_repository
-from pipeline.hub.http_json import GIT_SERVICES, receive_into
-from pipeline.hub.repositories import Repository
-from pipeline.hub.service import FILES, Hub, HubOf, Named, Readable, Who
+from pipeline.hub.http_json import GIT_SERVICES
+from pipeline.hub.repositories import Repository, open_bases
+from pipeline.hub.service import FILES, Hub, HubOf, Named, Readable, Received, Who, readable
 
 _LS_REFS = b"0014command=ls-refs"
-
-router = APIRouter(prefix=FILES)
 
 
 async def _check(request: Request, identity: Who) -> None:
@@ -47,21 +43,11 @@ async def _check(request: Request, identity: Who) -> None:
         identity.require_write("a push")
 
 
-async def _body(
-    request: Request, hub: HubOf, _: Annotated[None, Depends(_check)], __: Readable
-) -> AsyncIterator[IO[bytes]]:
-    """The complete body, in a file. It comes after the checks of the token and the repository."""
-    with TemporaryFile(dir=hub.repositories.incoming) as file:
-        await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
-        file.seek(0)
-        yield file
-
-
-Body = Annotated[IO[bytes], Depends(_body)]
+router = APIRouter(prefix=FILES, dependencies=[Depends(_check)])
 
 
 @router.get("/info/refs")
-async def list_refs(request: Request, hub: HubOf, repository: Readable, body: Body) -> Response:
+async def list_refs(request: Request, hub: HubOf, repository: Readable, body: Received) -> Response:
     async with hub.git_slots["list"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         status, headers, answer = git.parse_answer(await git.run(variables, body))
@@ -69,7 +55,7 @@ async def list_refs(request: Request, hub: HubOf, repository: Readable, body: Bo
 
 
 @router.post("/git-upload-pack")
-async def clone(request: Request, hub: HubOf, repository: Readable, body: Body) -> Response:
+async def clone(request: Request, hub: HubOf, repository: Readable, body: Received) -> Response:
     if _asks_for_refs(body):
         return await list_refs(request, hub, repository, body)
     variables = await run_in_threadpool(_environment, hub, request, repository, body)
@@ -89,8 +75,10 @@ async def _clone(
             yield piece
 
 
-@router.post("/git-receive-pack")
-async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: Body) -> Response:
+@router.post("/git-receive-pack", dependencies=[Depends(readable)])
+async def push(
+    request: Request, hub: HubOf, identity: Who, name: Named, body: Received
+) -> Response:
     # Find the repository again under its lock: while the body came in, it may have been removed or
     # moved, and the token may not reach the repository that has its name now. Make the environment
     # under the lock too, because it names the open pull requests: a push to one that was merged
@@ -111,8 +99,7 @@ async def push(request: Request, hub: HubOf, identity: Who, name: Named, body: B
 def _environment(
     hub: Hub, request: Request, repository: Repository, body: IO[bytes]
 ) -> dict[str, str]:
-    with hub.database.read() as connection:
-        refs = open_bases(connection, repository)
+    refs = open_bases(hub.database, repository)
     return git.cgi_environment(request, repository.folder, body, refs)
 
 

@@ -14,13 +14,13 @@ import time
 from functools import partial
 from typing import Annotated, Literal
 
+from cryptography.fernet import Fernet, InvalidToken
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pipeline.formats import OID
-from pipeline.hub.cipher import GRANT_SECONDS, Cipher
 from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
 from pipeline.hub.http_json import Json, chunks, file_answer, hub_url, json_body
 from pipeline.hub.large_files import LargeFiles
@@ -28,6 +28,9 @@ from pipeline.hub.repositories import Repository
 from pipeline.hub.service import API, FILES, Hub, HubOf, Readable, Who, writer
 from pipeline.hub.xet import MAX_SHARD_BYTES, MAX_XORB_BYTES, XetStore
 
+GRANT_SECONDS = 6 * 3600
+"""How long a grant is valid. The hub checks this only when a transfer begins, so the transfer
+itself may take longer."""
 _MAX_OBJECTS = 10_000
 
 _TRANSFERS = "/api/lfs/{repository_id}/objects/{oid}"
@@ -39,6 +42,21 @@ transfers = APIRouter(prefix=_TRANSFERS)
 xet = APIRouter(prefix=_XET + "{repository_id}/{store_id}")
 """The routes that need no token of the hub. Each first checks the Xet access token. It is valid for
 one store, a folder in which a repository keeps the xorbs that clients sent."""
+
+
+def grant(key: bytes, *facts: str) -> str:
+    """A text that a client sends instead of a token. It allows what the facts say, such as a
+    method, a path and a size. Only the hub can make and read it."""
+    return Fernet(key).encrypt(" ".join(facts).encode()).decode()
+
+
+def _is_granted(hub: Hub, text: str, *facts: str) -> bool:
+    """Whether the hub made this text for these facts, at most `GRANT_SECONDS` ago."""
+    try:
+        found = Fernet(hub.secret_key).decrypt(text.encode(), ttl=GRANT_SECONDS)
+    except InvalidToken:
+        return False
+    return found == " ".join(facts).encode()
 
 
 class LargeObject(BaseModel):
@@ -91,15 +109,15 @@ def _answer(hub: Hub, repository: Repository, url: str, batch: Batch, wanted: La
             message = f"{missing}: push it from a clone that has it."
             return {**told, "error": {"code": 404, "message": message}}
     path = _TRANSFERS.format(repository_id=repository.id, oid=wanted.oid)
-    href = f"{url}{sign(hub.cipher, method, path, wanted.size)}"
+    href = f"{url}{sign(hub.secret_key, method, path, wanted.size)}"
     actions = {batch.operation: {"href": href, "expires_in": GRANT_SECONDS}}
     # "authenticated" says that the client needs no token for these URLs. They are signed.
     return {**told, "authenticated": True, "actions": actions}
 
 
-def sign(cipher: Cipher, method: str, path: str, size: int) -> str:
+def sign(key: bytes, method: str, path: str, size: int) -> str:
     """The path with a query that has the size in bytes and the signature."""
-    return f"{path}?size={size}&signature={cipher.grant(method, path, str(size))}"
+    return f"{path}?size={size}&signature={grant(key, method, path, str(size))}"
 
 
 def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFiles, int]:
@@ -107,12 +125,12 @@ def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFile
     valid, and RepositoryNotFound if the repository does not exist any more."""
     method = "GET" if request.method == "HEAD" else request.method
     size, signature = (request.query_params.get(name, "") for name in ("size", "signature"))
-    if hub.cipher.read_grant(signature) != [method, request.scope["path"], size]:
+    if not _is_granted(hub, signature, method, request.scope["path"], size):
         raise Forbidden(
             "The signature of this URL is wrong, or it has expired: ask the batch route of Git LFS "
             "for a new URL."
         )
-    return LargeFiles(hub.find_by_id(repository_id).folder), int(size)
+    return LargeFiles(hub.repositories.find_by_id(repository_id).folder), int(size)
 
 
 Signed = Annotated[tuple[LargeFiles, int], Depends(_signed)]
@@ -143,7 +161,7 @@ def write_token(request: Request, hub: HubOf, repository: Readable) -> Json:
     store = XetStore.current(repository.folder)
     return {
         "casUrl": f"{hub_url(request)}{_XET}{repository.id}/{store.id}",
-        "accessToken": hub.cipher.grant("xet", repository.id, store.id),
+        "accessToken": grant(hub.secret_key, "xet", repository.id, store.id),
         "exp": int(time.time()) + GRANT_SECONDS,
     }
 
@@ -152,13 +170,13 @@ def _store(request: Request, hub: HubOf, repository_id: str, store_id: str) -> X
     """The store for which the token is valid. Raises Unauthorized, and RepositoryNotFound if the
     repository does not exist any more."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    granted = hub.cipher.read_grant(token)
-    if scheme.lower() != "bearer" or granted != ["xet", repository_id, store_id]:
+    is_granted = _is_granted(hub, token, "xet", repository_id, store_id)
+    if scheme.lower() != "bearer" or not is_granted:
         raise Unauthorized(  # after which the client asks for a new token
             "This is not an access token of this hub for this Xet store, or it has expired: ask "
             "for a new one."
         )
-    return XetStore(hub.find_by_id(repository_id).folder, store_id)
+    return XetStore(hub.repositories.find_by_id(repository_id).folder, store_id)
 
 
 Store = Annotated[XetStore, Depends(_store)]

@@ -1,26 +1,19 @@
-"""API routes that create, delete and move repositories, and change branches, tags and the secrets
-of Spaces.
+"""API routes that create, delete and move repositories, and change branches and tags. Each such
+change stores an event, as a push does."""
 
-A Space's app gets its secrets as environment variables. They are stored encrypted, and no route
-shows their values. Each change of a branch or a tag stores an event, as a push does.
-"""
-
-import time
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, StringConstraints
-from sqlalchemy.dialects.sqlite import insert
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from pipeline.hub.commits import first_commit
 from pipeline.hub.contents import resolve_revision
-from pipeline.hub.database import space_secrets
 from pipeline.hub.errors import BadRequest, Conflict, NotSupported, RevisionNotFound
-from pipeline.hub.events import Event, record_ref_changes
-from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git
+from pipeline.hub.events import Event, owner_id, record_ref_changes
+from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git, lines_of
 from pipeline.hub.http_json import Json, client_warning, hub_url, json_body
 from pipeline.hub.repositories import (
     RESERVED_OWNERS,
@@ -29,7 +22,6 @@ from pipeline.hub.repositories import (
     RepositoryName,
     RepositoryType,
     is_ref_name,
-    peeled_refs,
     read_refs,
     remember,
     repository_name,
@@ -38,6 +30,7 @@ from pipeline.hub.service import (
     API,
     Hub,
     HubOf,
+    Identity,
     Locked,
     Readable,
     Who,
@@ -45,7 +38,6 @@ from pipeline.hub.service import (
     everywhere,
     person,
 )
-from pipeline.hub.tokens import Identity, signature
 from pipeline.hub.webhooks import list_webhooks
 from receiver.rules import DEFAULT_BRANCH
 
@@ -76,13 +68,6 @@ class Move(BaseModel):
     type: RepositoryType = "model"
 
 
-class NewSecret(BaseModel):
-    key: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
-    value: Annotated[
-        str, StringConstraints(min_length=1, max_length=64 * 1024, pattern=r"^[^\x00]*$")
-    ]
-
-
 class NewBranch(BaseModel):
     startingPoint: str | None = None
 
@@ -106,19 +91,15 @@ def create(
             "A new Space with secrets or variables: not supported by this hub. Create the Space, "
             "then add its secrets with `hf spaces secrets add`."
         )
-    url = f"{hub_url(request)}/{name.path}"
-    try:
-        # Git works before the transaction, because no push can be stored during it.
-        with hub.repositories.prepared(name) as prepared:
-            first = [] if body.empty else [first_commit(prepared, signature(identity))]
-            with hub.database.write() as connection:
-                repository = hub.repositories.add(connection, prepared)
-                if first:
-                    remember(connection, repository, first)
-                hub.log.record(connection, repository, Event(action="create"))
-    except Conflict as error:
-        raise Conflict(str(error), url=url) from None
-    return {"url": url, "name": name.id, "id": repository.id}
+    # Git works before the transaction, because no push can be stored during it.
+    with hub.repositories.prepared(name) as prepared:
+        first = [] if body.empty else [first_commit(prepared, identity.signature)]
+        with hub.database.write() as connection:
+            repository = hub.repositories.add(connection, prepared)
+            if first:
+                remember(connection, repository, first)
+            hub.log.record(connection, repository, Event(action="create"))
+    return {"url": f"{hub_url(request)}/{name.path}", "name": name.id, "id": repository.id}
 
 
 @router.delete("/api/repos/delete", dependencies=[Depends(person)])
@@ -154,9 +135,10 @@ def _move(hub: Hub, repository: Repository, new: RepositoryName) -> list[str]:
     """Moves the repository, and returns what a person has to change then, because webhooks watch
     the old name. Raises Conflict if the new one is taken."""
     old = repository.name
+    moved = {"name": new.id, "owner": {"id": owner_id(new.owner)}}
     with hub.database.write() as connection:
         hub.repositories.rename(connection, repository, new)
-        hub.log.record(connection, repository, Event(action="move", moved_to=new))
+        hub.log.record(connection, repository, Event(action="move", more={"movedTo": moved}))
         webhooks = list_webhooks(connection)
     ids = [each.id for each in webhooks if any(item.is_for(old) for item in each.watched)]
     if not ids:
@@ -181,25 +163,15 @@ def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> R
 
 
 @router.post(f"{API}/secrets")
-def put_secret(
-    hub: HubOf,
-    identity: Writer,
-    secret: Annotated[NewSecret, json_body(NewSecret)],
-    space: Locked,
-) -> None:
-    """Adds or replaces a secret of a Space. Like the Hugging Face Hub, stores an event of the scope
-    `repo.config`."""
+def put_secret(hub: HubOf, identity: Writer, space: Locked) -> None:
+    """Takes a secret of a Space, and does not even read it: no program on this hub could use it.
+    Like the Hugging Face Hub, stores an event of the scope `repo.config`."""
     identity.require_person("secrets of a Space")
     if space.name.type != "space":
         raise BadRequest(f"A {space.name.type} has no secrets: only a Space has any.")
-    values = {"encrypted_value": hub.cipher.encrypt(secret.value), "updated_at": time.time()}
+    config = Event(action="update", scope="repo.config", more={"updatedConfig": {"private": True}})
     with hub.database.write() as connection:
-        connection.execute(
-            insert(space_secrets)
-            .values(repository_id=space.id, key=secret.key, **values)
-            .on_conflict_do_update(index_elements=["repository_id", "key"], set_=values)
-        )
-        hub.log.record(connection, space, Event(action="update", scope="repo.config"))
+        hub.log.record(connection, space, config)
 
 
 @router.get(f"{API}/refs")
@@ -251,7 +223,7 @@ def create_tag(
             # By default, git would remove lines that begin with `#`, such as titles in Markdown.
             *("tag", "-a", "--cleanup=verbatim", "-F", "-", body.tag, commit),
             stdin=f"{body.message}\n".encode(),
-            extra=signature(identity).environment,
+            extra=identity.signature.environment,
         )
     else:
         git(repository.folder, "update-ref", ref, commit, NO_REF)
@@ -271,9 +243,19 @@ def _delete_ref(hub: Hub, repository: Repository, ref: str) -> None:
 
 
 def _listed(repository: Repository, prefix: str) -> list[dict[str, str]]:
+    """The refs below `prefix`, with their commits. A tag of a file or a folder is left out, because
+    a client would take the file or folder for a commit."""
+    output = git(
+        repository.folder,
+        "for-each-ref",
+        "--format=%(refname) %(objectname) %(objecttype) %(*objectname) %(*objecttype)",
+        prefix,
+    )
+    refs = (line.split(" ") for line in lines_of(output))
     return [
-        {"name": name, "ref": f"{prefix}{name}", "targetCommit": commit}
-        for name, commit in peeled_refs(repository, prefix)
+        {"name": ref.removeprefix(prefix), "ref": ref, "targetCommit": peeled or sha}
+        for ref, sha, type, peeled, peeled_type in refs
+        if (peeled_type or type) not in ("blob", "tree")
     ]
 
 

@@ -1,38 +1,124 @@
 """API routes for webhooks, which are those of `HfApi` of `huggingface_hub`, and for deliveries:
-they list deliveries, replay one, or send a test event."""
+they list deliveries, replay one, or send a test event. Checks what clients send about webhooks."""
 
-import contextlib
 import difflib
 import time
 from collections.abc import Collection, Iterator
 from secrets import token_hex
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
+import httpx
 from fastapi import APIRouter, Depends, Query
-from sqlalchemy import Connection
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from sqlalchemy import Connection, delete, insert
 from starlette.responses import JSONResponse
 
 from jobs.errors import JobNotFound
-from pipeline.hub import outbox
+from jobs.sealed import seal
+from pipeline.hub import webhooks
+from pipeline.hub.database import webhooks as table
+from pipeline.hub.deliveries import check_literal
 from pipeline.hub.errors import BadRequest, NotSupported
 from pipeline.hub.events import Event
 from pipeline.hub.http_json import Json, client_warning, json_body
-from pipeline.hub.outbox import DeliveryStatus
 from pipeline.hub.repositories import REPOSITORY_TYPES, Repository, RepositoryName
 from pipeline.hub.service import Hub, HubOf, person
 from pipeline.hub.webhooks import (
+    NO_FAILURES,
+    SECRET,
+    DeliveryStatus,
     HubWatchedItem,
     StoredWebhook,
-    WebhookRequest,
     change_webhook,
-    create_webhook,
-    delete_webhook,
     get_enabled_webhook,
     get_webhook,
     list_webhooks,
-    update_webhook,
 )
 from receiver.payload import PING
+from receiver.verify import check_signing_secret
+from receiver.webhooks import Domain
+
+
+def _is_http(url: str) -> str:
+    try:
+        parsed = httpx.URL(url)  # as a delivery reads it
+        host = parsed.host
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ValueError(f"{url!r}: {error}") from None
+    has_port = parsed.port is None or 0 < parsed.port < 65536
+    # httpx writes a character that no host has as `%20`.
+    if parsed.scheme not in ("http", "https") or not host or "%" in host or not has_port:
+        raise ValueError(
+            f"{url!r}: nothing can be posted there: write http://HOST:PORT/PATH, or https."
+        )
+    check_literal(host)
+    return url
+
+
+HttpUrl = Annotated[str, AfterValidator(_is_http)]
+# Visible ASCII, because the secret is sent in a header, where other characters may be changed.
+Secret = Annotated[
+    str,
+    StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512),
+    AfterValidator(check_signing_secret),
+]
+
+
+class WebhookRequest(BaseModel):
+    """A request that creates or changes a webhook. A field that is left out changes nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    url: HttpUrl | None = None
+    jobSourceId: str | None = None
+    """The id of the job of which the webhook starts copies, instead of calling a URL."""
+    watched: tuple[HubWatchedItem, ...] = ()
+    """Empty changes nothing, because `huggingface_hub` sends an empty list for no change."""
+    domains: Annotated[tuple[Domain, ...], Field(min_length=1)] | None = None
+    secret: Secret | Literal[""] | None = None
+    """The secret that the receiver checks. Empty removes it."""
+    secrets: object = None
+    """The Hugging Face Hub gives them to the copies of the job; this hub refuses them."""
+
+
+def create_webhook(connection: Connection, request: WebhookRequest, key: bytes) -> StoredWebhook:
+    """Raises BadRequest if a field is missing."""
+    if not request.watched:
+        raise BadRequest("watched: a webhook must watch something.")
+    if request.url is None and request.jobSourceId is None:
+        raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
+    id = token_hex(12)
+    empty = {"watched": [], "domains": list(get_args(Domain)), "disabled": False}
+    connection.execute(insert(table).values(id=id, created_at=time.time(), **empty))
+    return update_webhook(connection, id, request, key)
+
+
+def update_webhook(
+    connection: Connection, id: str, request: WebhookRequest, key: bytes
+) -> StoredWebhook:
+    """Changes the fields that the request names. If the URL, the job or the secret changes, a
+    suspended webhook is enabled again, and the pending deliveries are due at once. Raises
+    NotFound."""
+    webhook = get_webhook(connection, id)
+    changes: dict[str, object] = {}
+    if request.url is not None:
+        changes |= {"url": request.url, "job_id": None}
+    elif request.jobSourceId is not None:
+        changes |= {"url": None, "job_id": request.jobSourceId}
+    if request.watched:
+        changes["watched"] = [item.model_dump() for item in request.watched]
+    if request.domains is not None:
+        changes["domains"] = list(request.domains)
+    if request.secret is not None:
+        # If a person sets the same secret again, this counts as a change too, because it is
+        # encrypted into another text each time.
+        sealed = seal({SECRET: request.secret}, key) if request.secret else None
+        changes["encrypted_secret"] = sealed
+    seen = ("url", "job_id", "encrypted_secret")
+    if any(name in changes and changes[name] != getattr(webhook, name) for name in seen):
+        changes |= NO_FAILURES
+    return change_webhook(connection, webhook, **changes) if changes else webhook
+
 
 router = APIRouter(prefix="/api/settings", dependencies=[Depends(person)])
 
@@ -40,13 +126,15 @@ router = APIRouter(prefix="/api/settings", dependencies=[Depends(person)])
 @router.get("/webhooks")
 def list_all(hub: HubOf) -> list[Json]:
     with hub.database.read() as connection:
-        return [_described(hub, connection, one) for one in list_webhooks(connection)]
+        present = list_webhooks(connection)
+    return [_described(hub, each) for each in present]
 
 
 @router.get("/webhooks/{id}")
 def show(hub: HubOf, id: str) -> Json:
     with hub.database.read() as connection:
-        return {"webhook": _described(hub, connection, get_webhook(connection, id))}
+        webhook = get_webhook(connection, id)
+    return {"webhook": _described(hub, webhook)}
 
 
 def _checked(
@@ -64,7 +152,7 @@ def _checked(
         if body.url is not None:
             raise BadRequest("`url` and `jobSourceId` are both set: set only one of them.")
         try:
-            hub.launcher.describe(body.jobSourceId)
+            hub.jobs_store.get(body.jobSourceId)
         except JobNotFound as error:
             raise BadRequest(str(error)) from None
     watched = tuple(item.with_owner(hub.settings.owner) for item in body.watched)
@@ -77,31 +165,22 @@ Checked = Annotated[WebhookRequest, Depends(_checked)]
 @router.post("/webhooks")
 def create(hub: HubOf, body: Checked) -> JSONResponse:
     with hub.database.write() as connection:
-        created = create_webhook(connection, body, hub.cipher)
-        described = _described(hub, connection, created)
-    return _changed(described | ({"secret": body.secret} if body.secret else {}))
+        created = create_webhook(connection, body, hub.secret_key)
+    return _changed(_described(hub, created) | ({"secret": body.secret} if body.secret else {}))
 
 
 @router.post("/webhooks/{id}")
 def change(hub: HubOf, body: Checked, id: str) -> JSONResponse:
-    """Changes a webhook. If the URL, the job or the secret changes, a suspended webhook is enabled
-    again, and the pending deliveries are due at once."""
     with hub.database.write() as connection:
-        before = get_webhook(connection, id)
-        after = update_webhook(connection, id, body, hub.cipher)
-        # If a person sets the same secret again, this counts as a change too, because the hub
-        # encrypts it into other bytes each time.
-        seen = ("url", "job_id", "encrypted_secret")
-        if any(getattr(before, name) != getattr(after, name) for name in seen):
-            change_webhook(connection, after, **outbox.NO_FAILURES)
-        described = _described(hub, connection, get_webhook(connection, id))
-    return _changed(described)
+        changed = update_webhook(connection, id, body, hub.secret_key)
+    return _changed(_described(hub, changed))
 
 
 @router.delete("/webhooks/{id}")
 def remove(hub: HubOf, id: str) -> Json:
     with hub.database.write() as connection:
-        delete_webhook(connection, id)
+        get_webhook(connection, id)
+        connection.execute(delete(table).where(table.c.id == id))
     return {}
 
 
@@ -117,13 +196,13 @@ def list_deliveries(
     with hub.database.read() as connection:
         if id is not None:
             get_webhook(connection, id)
-        return outbox.list_deliveries(connection, id, status=status, limit=limit)
+        return webhooks.list_deliveries(connection, id, status=status, limit=limit)
 
 
 @router.get("/deliveries/{delivery_id}")
 def show_delivery(hub: HubOf, delivery_id: str) -> Json:
     with hub.database.read() as connection:
-        return {"delivery": outbox.get_delivery(connection, delivery_id)}
+        return {"delivery": webhooks.get_delivery(connection, delivery_id)}
 
 
 @router.post("/deliveries/{delivery_id}/replay")
@@ -131,7 +210,7 @@ def replay(hub: HubOf, delivery_id: str, force: bool = False) -> Json:
     """Sends a delivery again, to the webhook's present URL. With `force`, the delivery gets a new
     id, so that the receiver handles it again."""
     with hub.database.write() as connection:
-        delivery = outbox.replay(connection, delivery_id, force=force)
+        delivery = webhooks.replay(connection, delivery_id, force=force)
     return {"delivery": delivery}
 
 
@@ -155,7 +234,7 @@ def send_test(hub: HubOf, id: str) -> Json:
         ping = Event(action="update", scope=PING)
         [sent] = hub.log.record(connection, about, ping, webhooks=[webhook])
         change_webhook(connection, webhook, retry_at=None)
-        delivery = outbox.get_delivery(connection, sent)
+        delivery = webhooks.get_delivery(connection, sent)
     return {"delivery": delivery}
 
 
@@ -167,8 +246,9 @@ def enable_or_disable(hub: HubOf, id: str, act: Literal["enable", "disable"]) ->
     enabled, and it gets no deliveries for events that happen in the meantime."""
     with hub.database.write() as connection:
         webhook = get_webhook(connection, id)
-        change_webhook(connection, webhook, **outbox.NO_FAILURES, disabled=act == "disable")
-        return {"webhook": _described(hub, connection, get_webhook(connection, id))}
+        disabled = act == "disable"
+        changed = change_webhook(connection, webhook, **NO_FAILURES, disabled=disabled)
+    return {"webhook": _described(hub, changed)}
 
 
 def _changed(webhook: dict[str, Any]) -> JSONResponse:
@@ -177,7 +257,7 @@ def _changed(webhook: dict[str, Any]) -> JSONResponse:
     return JSONResponse({"webhook": webhook}, headers=headers)
 
 
-def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> dict[str, Any]:
+def _described(hub: Hub, webhook: StoredWebhook) -> dict[str, Any]:
     """The webhook in the form that `huggingface_hub` parses, with `status` and `warnings` in
     addition. The secret is left out. Only the answer to the request that creates a webhook has it.
     """
@@ -192,10 +272,7 @@ def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> dict
         described["url"] = webhook.url
     else:
         described["job"] = {"sourceId": webhook.job_id}
-        # If the job does not exist any more, the answer has only its id.
-        with contextlib.suppress(JobNotFound):
-            described["job"] = hub.launcher.describe(webhook.job_id)
-    present = [repository.name for repository in hub.repositories.all(connection)]
+    present = [repository.name for repository in hub.repositories.all()]
     # Not an error, because somebody may create the repository later.
     if warnings := [reason for item in webhook.watched for reason in _in_vain(item, present)]:
         described["warnings"] = warnings
