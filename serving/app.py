@@ -91,12 +91,11 @@ def create_app(
         pipeline=pipeline,
         metrics=metrics,
     )
-    if engine.kv_cache_usage is not None:
-        metrics.watch(
-            "kv_cache_usage_perc",
-            "KV cache in use; 1 means all of it",
-            lambda: engine.kv_cache_usage or 0.0,
-        )
+    metrics.watch(
+        "kv_cache_usage_perc",
+        "KV cache in use; 1 means all of it",
+        lambda: engine.kv_cache_usage,
+    )
     api_key = None if settings.api_key is None else settings.api_key.get_secret_value()
 
     @asynccontextmanager

@@ -157,18 +157,10 @@ class Engine(Protocol):
     holds_two: bool
     """Whether the engine can generate with two releases at the same time. If not, `commit` replaces
     the weights of the live release, so the server first waits until running requests have ended."""
-    checks_digests: bool
-    """Whether `stage` checks each tensor that it reads against its digest in the manifest. If not,
-    the server checks all shards before `stage`."""
-    commit_seconds: float | None
-    """Time limit of each commit: of the commit of a new release, and of the commit of the old
-    release after a failed swap. None means that the limit is `barrier_seconds` in the server's
-    settings."""
 
     @property
-    def kv_cache_usage(self) -> float | None:
-        """The share of the KV cache that running sequences use, from 0 to 1. None if the engine
-        never knows it."""
+    def kv_cache_usage(self) -> float:
+        """The share of the KV cache that running sequences use, from 0 to 1."""
 
     @property
     def failure(self) -> str | None:
@@ -183,7 +175,8 @@ class Engine(Protocol):
 
     async def stage(self, release: Release, folder: Path) -> None:
         """Load `release` from `folder`, while the live release stays loaded and its running
-        requests continue without a delay.
+        requests continue without a delay. Each tensor that is read is checked against its digest in
+        the manifest.
 
         Raises StageError if `release` cannot be loaded, and EngineError if the engine has failed.
         The engine has then freed all memory that it took for `release`.
@@ -201,8 +194,7 @@ class Engine(Protocol):
         """Let generations use this release from now on. The release is staged, or it was committed
         before and is not unloaded (a swap failed, and the old release must be used again).
 
-        `stage` must already have found every error that it can find. This call is fast, except in
-        the SGLang engine, where SGLang reads the weights during the commit.
+        `stage` must already have found every error that it can find. This call is fast.
 
         If `holds_two` is true, generations may also use the release that was committed before,
         until it is unloaded. New requests get that release until the new one has passed its probe,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from serving.engines.settings import DtypeSetting, TorchSettings, VllmSettings
 
-EngineName = Literal["torch", "vllm", "sglang"]
+EngineName = Literal["torch", "vllm"]
 
 _DEVICES = Path("/dev")
 
@@ -25,14 +25,11 @@ class ServingSettings(BaseModel):
     engine: EngineName | Literal["auto"] = "auto"
     """What computes the answers. `auto` is `vllm` if the machine has an NVIDIA GPU and vLLM is
     installed, and otherwise `torch`. `torch` runs inside the server, and `vllm` runs in processes
-    that the server starts. `sglang` is a server of your own, at `upstream`."""
+    that the server starts."""
     torch: TorchSettings = TorchSettings()
     """Limits of the torch engine."""
     vllm: VllmSettings = VllmSettings()
     """How vLLM is started, and how a swap replaces its weights."""
-    upstream: str = "http://127.0.0.1:30000"
-    """The URL of the SGLang server. SGLang must be able to read the releases under the same paths
-    as this server."""
     dtype: DtypeSetting = "auto"
     """The dtype (number type) in which the engine computes. `auto` is the dtype in which the
     release is stored, if the hardware is fast in it and the release's probe has a bound for it;
@@ -61,8 +58,7 @@ class ServingSettings(BaseModel):
     limit `start_seconds` of vLLM instead."""
     barrier_seconds: float = Field(default=30, gt=0)
     """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
-    one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds
-    instead, because SGLang reads the weights during the commit."""
+    one write of the record `served.json`."""
 
     @field_validator("api_key")
     @classmethod

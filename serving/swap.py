@@ -37,7 +37,7 @@ from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
 from serving.weights import release_store
 from serving.weights.publish import is_checkpoint, manifest_of_folder, servable_folder
 from serving.weights.release import RELEASE_FILE, Release
-from serving.weights.verify import verify_layout, verify_release
+from serving.weights.verify import verify_layout
 
 logger = logging.getLogger(__name__)
 
@@ -349,8 +349,7 @@ class Swapper:
         engine use the previous release again, and raise the error."""
         try:
             with swap.timed("commit"):
-                committed = self.engine.commit(candidate.id)
-                await bounded(committed, self._commit_seconds, "commit took more than")
+                await self._use(candidate.id)
             await self._probe(swap, candidate)
             await self._record(swap, candidate)
         except BaseException:
@@ -399,8 +398,7 @@ class Swapper:
     async def _use_again(self, previous: LiveRelease) -> None:
         """Make the engine use `previous` again after a swap that failed."""
         try:
-            committed = self.engine.commit(previous.id)
-            await bounded(committed, self._commit_seconds, "commit took more than")
+            await self._use(previous.id)
         except Exception:
             failure = "the engine failed to use %s again after a swap that failed"
             logger.critical(failure, previous.id, exc_info=True)
@@ -416,9 +414,9 @@ class Swapper:
         except Exception:
             logger.exception("the engine failed to unload %s", release_id)
 
-    @property
-    def _commit_seconds(self) -> float:
-        return self.engine.commit_seconds or self.settings.barrier_seconds
+    async def _use(self, release_id: str) -> None:
+        committed = self.engine.commit(release_id)
+        await bounded(committed, self.settings.barrier_seconds, "commit took more than")
 
 
 async def bounded(
@@ -449,8 +447,7 @@ def checked_release(folder: Path, engine: Engine, releases_dir: Path, pipeline: 
             "`pipeline releases verify`"
         )
         raise ReleaseError(*error.reasons, advice) from None
-    verify = verify_layout if engine.checks_digests else verify_release
-    reasons = list(verify(folder, release))
+    reasons = list(verify_layout(folder, release))
     if folder.parent == releases_dir and folder.name != release.id:
         reasons.append(f"{RELEASE_FILE}: its id is {release.id}, but its folder is {folder.name}")
     dtype = engine.dtype_of(release)

@@ -32,11 +32,8 @@ def serve(
     ] = None,
     pipeline: PipelineOption = None,
     engine: Annotated[
-        Literal["auto", "torch", "vllm", "sglang"] | None,
+        Literal["auto", "torch", "vllm"] | None,
         typer.Option(help="Overrides `engine` in the settings."),
-    ] = None,
-    upstream: Annotated[
-        str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
     ] = None,
     host: HostOption = None,
     port: PortOption = None,
@@ -62,12 +59,7 @@ def serve(
         configured = settings.pipeline(pipeline)
         name, own_port = configured.name, settings.server_port(configured)
     serving = settings.serving.model_copy(
-        update=without_none(
-            host=host,
-            port=own_port if port is None else port,
-            engine=engine,
-            upstream=upstream,
-        )
+        update=without_none(host=host, port=own_port if port is None else port, engine=engine)
     )
     releases_dir = home.releases_dir / name
     if release is not None and folder is None:
@@ -122,10 +114,6 @@ def _engine(settings: ServingSettings, *, busy_lock_file: Path) -> "Engine":
     extra = "vllm" if engine == "vllm" else "torch"
     try:
         match engine:
-            case "sglang":
-                from serving.engines.sglang_engine import SglangEngine
-
-                return SglangEngine(settings.upstream, settings.dtype)
             case "vllm":
                 from serving.engines import vllm_engine
 

@@ -66,8 +66,6 @@ class VllmEngine:
     """Call all methods but `dtype_of` on one event loop. The first staged release starts vLLM."""
 
     holds_two = False
-    checks_digests = True
-    commit_seconds: float | None = None
 
     def __init__(self, settings: VllmEngineSettings) -> None:
         self._settings = settings
@@ -271,8 +269,7 @@ def _stored(release: Release) -> dict[str, tuple[str, str]]:
 
 def _differences(base: Release, base_folder: Path, release: Release, folder: Path) -> list[str]:
     """What vLLM cannot change while it runs."""
-    reasons = config_differences(base_folder, folder, "vLLM")
-    reasons += tensor_differences(base, release, "vLLM")
+    reasons = config_differences(base_folder, folder) + tensor_differences(base, release)
     if base.files.get(_TOKENIZER) != release.files.get(_TOKENIZER):
         reasons.append(f"{_TOKENIZER}: differs from the one with which vLLM was started")
     return reasons

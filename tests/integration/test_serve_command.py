@@ -149,7 +149,7 @@ def test_a_release_that_is_not_there_is_one_line(
 def test_an_unknown_engine_is_told_the_known_ones(environment: dict[str, str]) -> None:
     done = serve(environment, "--engine", "llama")
     assert done.returncode == 2
-    for name in ("llama", "torch", "vllm", "sglang"):
+    for name in ("llama", "torch", "vllm"):
         assert name in done.stderr
 
 

@@ -120,8 +120,8 @@ def test_the_engine_is_named_with_the_reason(
         assert "engine torch, because no NVIDIA GPU is visible" in " ".join(
             pipeline(command).replace("engine:", "engine").split()
         )
-    monkeypatch.setenv("PIPELINE_SERVING__ENGINE", "sglang")
-    assert "engine sglang, because the settings say so" in pipeline("status")
+    monkeypatch.setenv("PIPELINE_SERVING__ENGINE", "vllm")
+    assert "engine vllm, because the settings say so" in pipeline("status")
 
 
 def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> None:

@@ -42,7 +42,6 @@ def other_bounds(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (flip_a_bit, "safetensors: sha256 is"),
         (break_the_tokenizer, "tokenizer.json: truncated"),
         (other_bounds, "no bound for float32"),
     ],
@@ -57,6 +56,17 @@ def test_preflight_refuses_before_the_engine_sees_a_byte(
         assert (result.result, result.phase) == ("refused", "preflight")
         assert any(said in reason for reason in result.reasons), result.reasons
         assert house.engine.log == log
+        await house.check_old_goes_on()
+
+    play(tmp_path, story)
+
+
+def test_a_wrong_byte_of_the_weights_is_refused(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        flip_a_bit(house.pipeline_dir / house.new.id)
+        result = await house.swapper.swap(house.new.id)
+        assert (result.result, result.phase) == ("refused", "stage")
+        assert any("safetensors: sha256 is" in reason for reason in result.reasons), result.reasons
         await house.check_old_goes_on()
 
     play(tmp_path, story)

@@ -72,8 +72,6 @@ class TorchEngine:
     loads releases on a third."""
 
     holds_two = True
-    checks_digests = True
-    commit_seconds: float | None = None
 
     def __init__(self, settings: TorchEngineSettings) -> None:
         self._settings = settings
