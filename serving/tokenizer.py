@@ -13,8 +13,14 @@ from serving.chat_template import PROMPT_DATE, ChatTemplate
 from serving.errors import ReleaseError
 from serving.openai_schemas import SAMPLING_FIELDS, CompletionRequest
 from serving.weights import network
-from serving.weights.index import INDEX_FILES, is_shard_name
-from serving.weights.release import FileEntry, Release, faults_in, read_json
+from serving.weights.release import (
+    INDEX_FILES,
+    FileEntry,
+    Release,
+    faults_in,
+    is_shard_name,
+    read_json,
+)
 
 REPLACEMENT = "\ufffd"
 _SPACES = ("\u0120", "\u2581", " ")

@@ -25,24 +25,22 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from serving.errors import NotEnoughSpace, ReleaseError
 from serving.weights.atomic_file import fsync_dir, write_atomically
-from serving.weights.index import (
+from serving.weights.release import (
     BIN_INDEX_FILE,
     INDEX_FILE,
     INDEX_FILES,
-    WeightsIndex,
-    digest_file,
-    digest_shard,
-    has_bin,
-    read_header,
-    read_index,
-)
-from serving.weights.release import (
     RELEASE_FILE,
     Lineage,
     Probe,
     Release,
     TensorEntry,
+    WeightsIndex,
+    digest_file,
+    digest_shard,
     files_digest,
+    has_bin,
+    read_header,
+    read_index,
     read_json,
 )
 from serving.weights.release_store import UNFINISHED, next_number, release_lock, sweep_locked

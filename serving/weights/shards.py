@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from serving.errors import ReleaseError, first_line
-from serving.weights.index import digest_shard
-from serving.weights.release import FileEntry, Release, TensorEntry
+from serving.weights.release import FileEntry, Release, TensorEntry, digest_shard
 
 DTYPES = {
     torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2,

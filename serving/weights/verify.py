@@ -7,14 +7,18 @@ from pathlib import Path
 
 from serving.errors import ReleaseError, is_temporary
 from serving.weights import network
-from serving.weights.index import (
+from serving.weights.release import (
     INDEX_FILE,
+    RELEASE_FILE,
+    FileEntry,
+    Release,
     digest_file,
+    files_digest,
     is_shard_name,
     read_header,
     read_index,
+    read_json,
 )
-from serving.weights.release import RELEASE_FILE, FileEntry, Release, files_digest, read_json
 from serving.weights.release_store import load_release
 
 # A fault report shows this much of a digest: the name of the algorithm and 12 hex digits.

@@ -22,7 +22,7 @@ def test_the_floors_hold() -> None:
         "import jobs, receiver",
         "import jobs.runner, jobs.store, receiver.server, receiver.retrain",
         "import pipeline.hub.app",
-        "import serving.weights.index, serving.weights.release_store, serving.swap_schemas",
+        "import serving.weights.release, serving.weights.release_store, serving.swap_schemas",
         "import pipeline.settings, pipeline.stack.supervisor",
         "import sys; sys.argv = ['pipeline', '--help']; import pipeline.cli.main",
     ],

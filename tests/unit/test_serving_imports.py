@@ -7,7 +7,6 @@ import pytest
 
 LIGHT = [
     "serving.swap_schemas",
-    "serving.weights.index",
     "serving.weights.release",
     "serving.weights.release_store",
     "serving.weights.publish",

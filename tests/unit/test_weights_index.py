@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError
-from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE, has_bin, read_index
+from serving.weights.release import BIN_INDEX_FILE, INDEX_FILE, has_bin, read_index
 
 SPECIFIED = {
     "metadata": {"total_size": 13476839424},

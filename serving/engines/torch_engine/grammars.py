@@ -18,8 +18,7 @@ from tokenizers import AddedToken
 from serving.engine import EngineError, GenerationRefused, Grammar
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer, tokenizer_files
-from serving.weights.index import digest_file
-from serving.weights.release import Release
+from serving.weights.release import Release, digest_file
 
 Bits = NDArray[np.int32]
 """[rows, words]: one bit for each token of the vocabulary, the lowest bit first. A set bit allows
