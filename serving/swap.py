@@ -33,9 +33,9 @@ from serving.errors import ReleaseError, Superseded, first_line, is_temporary
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap_schemas import SwapPhase, SwapResult, SwapResultName
-from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
+from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights import release_store
-from serving.weights.publish import is_checkpoint, manifest_of_folder, servable_folder
+from serving.weights.publish import manifest_of_folder, servable_folder
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.verify import verify_layout
 
@@ -194,7 +194,7 @@ class Swapper:
         try:
             await asyncio.to_thread(choose, folder, release_id, instead_of=instead_of)
             # Another release may have been chosen and requested before the thread ended.
-            if (chosen := release_store.chosen_release_id(folder)) != release_id:
+            if (chosen := release_store.readable_served(folder).chosen) != release_id:
                 raise Superseded(release_id, chosen)
         except Superseded as moved:
             raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
@@ -324,7 +324,7 @@ class Swapper:
         release = checked_release(folder, self.engine, self.releases_dir, self.pipeline)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.
-        if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
+        if live is not None and release.tokenizer_files == live.release.tokenizer_files:
             return release, live.tokenizer
         return release, load_tokenizer(folder)
 
@@ -437,7 +437,7 @@ async def bounded(
 def checked_release(folder: Path, engine: Engine, releases_dir: Path, pipeline: str) -> Release:
     """The manifest of a release or a checkpoint folder. Raises ReleaseError if `folder` has faults,
     and OSError."""
-    if is_checkpoint(folder, releases_dir):
+    if release_store.is_checkpoint(folder, releases_dir):
         return manifest_of_folder(folder, pipeline)
     try:
         release = release_store.load_release(folder)

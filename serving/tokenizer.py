@@ -13,14 +13,7 @@ from serving.chat_template import PROMPT_DATE, ChatTemplate
 from serving.errors import ReleaseError
 from serving.openai_schemas import SAMPLING_FIELDS, CompletionRequest
 from serving.weights import network
-from serving.weights.release import (
-    INDEX_FILES,
-    FileEntry,
-    Release,
-    faults_in,
-    is_shard_name,
-    read_json,
-)
+from serving.weights.release import faults_in, read_json
 
 REPLACEMENT = "\ufffd"
 _SPACES = ("\u0120", "\u2581", " ")
@@ -102,16 +95,6 @@ class ReleaseTokenizer:
             text = second if second.endswith(alone) else alone
             self._token_texts[token_id] = text
         return text
-
-
-def tokenizer_files(release: Release) -> dict[str, FileEntry]:
-    """The files from which a tokenizer may be made: all files of the release except weights and
-    Markdown files. Releases in which these files are equal have equal tokenizers."""
-    return {
-        name: entry
-        for name, entry in release.files.items()
-        if not (is_shard_name(name) or name in INDEX_FILES or name.endswith(".md"))
-    }
 
 
 def load_tokenizer(folder: Path) -> ReleaseTokenizer:

@@ -16,9 +16,9 @@ from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.sources import DatasetHub, GitDataset, Revision
 from serving.weights.release import Lineage
 from serving.weights.release_store import (
-    live_releases,
     load_release,
     pending_release,
+    readable_served,
     release_number,
     served_release,
     stood_in_for,
@@ -87,7 +87,7 @@ def _candidates(pipeline_dir: Path) -> list[str]:
     served = served_release(pipeline_dir)
     older = [
         each
-        for each in reversed(live_releases(pipeline_dir))
+        for each in reversed(readable_served(pipeline_dir).live)
         if served is None or release_number(each) < release_number(served.name)
     ]
     chosen = (pending_release(pipeline_dir), served.name if served is not None else None)

@@ -182,13 +182,14 @@ class Release(_Record):
         return {"BF16": "bfloat16", "F16": "float16"}.get(most, "float32")
 
     @property
-    def named_tensors(self) -> dict[str, TensorEntry]:
-        """All entries of `tensors`, and also each alias in `tied` with the entry of the tensor
-        whose bytes the alias uses."""
-        aliases = {
-            alias: self.tensors[name] for alias, name in self.tied.items() if name in self.tensors
+    def tokenizer_files(self) -> dict[str, FileEntry]:
+        """The files from which a tokenizer may be made: all files except weights and Markdown
+        files. Releases in which these files are equal have equal tokenizers."""
+        return {
+            name: entry
+            for name, entry in self.files.items()
+            if not (is_shard_name(name) or name in INDEX_FILES or name.endswith(".md"))
         }
-        return {**self.tensors, **aliases}
 
 
 class WeightsIndex(BaseModel):
@@ -211,9 +212,6 @@ class WeightsIndex(BaseModel):
             if not is_shard_name(shard):
                 raise ValueError(f"shard {shard!r} is not a plain *.safetensors or *.bin file name")
         return weight_map
-
-    def to_json(self) -> str:
-        return json.dumps(self.model_dump(), indent=2) + "\n"
 
 
 def is_shard_name(name: str) -> bool:

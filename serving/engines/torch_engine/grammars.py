@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 
 from serving.engine import EngineError, GenerationRefused, Grammar
 from serving.errors import ReleaseError
-from serving.tokenizer import load_tokenizer, tokenizer_files
+from serving.tokenizer import load_tokenizer
 from serving.weights.release import Release, digest_file
 
 Bits = NDArray[np.int32]
@@ -114,7 +114,7 @@ class Grammars:
         not within the limits of time and size. Raises EngineError if the engine is closed, or if a
         file of the tokenizer cannot be read or has changed.
         """
-        sha256s = ((name, entry.sha256) for name, entry in tokenizer_files(release).items())
+        sha256s = ((name, entry.sha256) for name, entry in release.tokenizer_files.items())
         files = _TokenizerFiles(frozenset(sha256s), vocab_size, folder)
         try:
             compiled = asyncio.wrap_future(self._thread.submit(self._compiled, files, grammar))

@@ -17,7 +17,6 @@ from blake3 import blake3
 from torch import Tensor
 
 from serving.engine import StageError
-from serving.engines.machine import free_bytes, yield_to_other_threads
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.llama import Linear, LlamaRunner, LlamaShape
 from serving.engines.torch_engine.slots import (
@@ -31,7 +30,13 @@ from serving.engines.torch_engine.slots import (
 from serving.errors import ReleaseError
 from serving.weights import network
 from serving.weights.release import Release, read_json, spelled_digest
-from serving.weights.shards import is_finite, read_tensors, tensor_bytes
+from serving.weights.shards import (
+    free_bytes,
+    is_finite,
+    read_tensors,
+    tensor_bytes,
+    yield_to_other_threads,
+)
 from serving.weights.verify import wrong_digest
 
 _log = logging.getLogger(__name__)
