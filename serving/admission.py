@@ -1,4 +1,4 @@
-"""Decides which requests are let in, and with which release.
+"""Decides which requests are let in, and with which release, and reads their bodies.
 
 `Admission` gives each request the live release: the release that answers new requests. A swap makes
 another release live. During a swap, the barrier of `Admission` can hold new requests back. A
@@ -9,17 +9,24 @@ meantime. All its calls come from the thread of the event loop. Nothing here cal
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 
 from serving.request_errors import RequestError
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
+
+MAX_COMMAS = 2**19
+"""While a body is parsed, even in a thread, no other thread can run, so every stream pauses: 50 ms
+for so many values, and half a second for as many as fit into 8 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,3 +184,50 @@ def _bearer_of(request: Request, name: str) -> str:
     if scheme.lower() != "bearer" or not given:
         raise RequestError(401, f"{name} is needed: Authorization: Bearer …", code="missing_token")
     return given.strip()
+
+
+class JsonRequest(Request):
+    async def json(self) -> Any:
+        """Raises RequestError 400 if the body is not JSON or has more than `MAX_COMMAS`."""
+        body = await self.body()
+        if body.count(b",") > MAX_COMMAS:
+            message = f"The body has more than {MAX_COMMAS} commas; send a shorter one."
+            raise RequestError(400, message)
+        try:
+            return from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise RequestError(400, f"The body is not JSON: {error}") from None
+
+
+def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:
+    """A class of routes that first call `check`, and then read the body as JSON.
+
+    `check` should raise an error if the client may not send this request. It runs first, so that
+    such a client cannot make the server parse a body.
+    """
+
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def handle_json(request: Request) -> Response:
+                await check(request)
+                if request.method == "POST":
+                    _check_content_type(request)
+                return await handle(JsonRequest(request.scope, request.receive))
+
+            return handle_json
+
+    return JsonRoute
+
+
+def _check_content_type(request: Request) -> None:
+    """Raise RequestError 400 if the content type is not JSON.
+
+    For a page of another site, a browser sends JSON only after a CORS preflight request, which this
+    server can refuse. It sends some other types, or no type, without a preflight. So if this server
+    accepted these, every page that its user opens could send requests to it.
+    """
+    given = request.headers.get("content-type", "")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise RequestError(400, f"Content-Type must be application/json, not {given!r}.")

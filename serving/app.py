@@ -21,20 +21,20 @@ from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.admission import Admission, LiveRelease, check_api_key, check_swap_token
+from serving.admission import Admission, LiveRelease, check_api_key, check_swap_token, json_routes
 from serving.answer import Answers
 from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
 from serving.errors import ServingError
-from serving.http.requests import LimitedBodies, json_routes, other_host
 from serving.http.server import (
+    LimitedBodies,
     Limits,
     Server,
     freeze_imports,
-    http_config,
     is_only_loopback,
     listening_socket,
+    other_host,
 )
 from serving.metrics import Metrics
 from serving.request_errors import RETRY_AFTER, RequestError, model_not_found, translated
@@ -226,7 +226,7 @@ async def _on_error(_: Request, error: Exception) -> Response:
 class _KnownHosts:
     """Refuses requests over loopback whose header `Host` names another host than loopback or
     `own_host`, the address on which the server listens. A page of another site can make its own
-    host name lead to this machine (DNS rebinding, `serving/http/requests.py`), and could then read
+    host name lead to this machine (DNS rebinding, `serving/http/server.py`), and could then read
     the answers."""
 
     def __init__(self, app: ASGIApp, *, own_host: str) -> None:
@@ -258,18 +258,11 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
     with bind(settings) as listener:
         host, port = listener.getsockname()[:2]
         print(f"serving on http://{host}:{port}", flush=True)
-        server = Server(
-            http_config(
-                app,
-                shutdown_seconds=SHUTDOWN_SECONDS,
-                limits=Limits(
-                    max_connections=settings.max_queue + MAX_OTHERS,
-                    reading_seconds=READING_SECONDS,
-                ),
-                # `_serve` runs the lifespan itself: uvicorn would print a traceback for an error.
-                lifespan="off",
-            )
+        limits = Limits(
+            max_connections=settings.max_queue + MAX_OTHERS, reading_seconds=READING_SECONDS
         )
+        # `_serve` runs the lifespan itself: uvicorn would print a traceback for an error.
+        server = Server(app, shutdown_seconds=SHUTDOWN_SECONDS, limits=limits, lifespan="off")
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             try:
                 runner.run(_serve(app, settings, server, listener))
@@ -332,6 +325,6 @@ def bind(settings: ServingSettings) -> socket.socket:
         raise ServingError(f"no address was found for {settings.host}: {error}") from None
     except OSError as error:
         raise ServingError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another "
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another "
             "port with --port or [serving] port"
         ) from None

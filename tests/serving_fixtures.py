@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from serving.app import bind, create_app
 from serving.engine import Engine
-from serving.http.server import Limits, Server, http_config
+from serving.http.server import Limits, Server
 from serving.settings import ServingSettings
 from serving.weights.publish import MAX_SHARD_BYTES, publish_state_dict
 from serving.weights.release import Lineage, Probe, ProbeText, Release
@@ -155,7 +155,7 @@ def echo_app(
 def running(app: FastAPI, limits: Limits | None = None) -> Iterator[str]:
     """A real server on a free port, for the block; its URL."""
     listener = bind(ServingSettings(port=0))
-    server = Server(http_config(app, shutdown_seconds=10, limits=limits, lifespan="on"))
+    server = Server(app, shutdown_seconds=10, limits=limits, lifespan="on")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

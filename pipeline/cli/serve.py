@@ -16,7 +16,7 @@ from pipeline.settings import Settings, load_settings
 from pipeline.stack.gateway import create_app as create_gateway
 from pipeline.tokens import Tokens, load_tokens
 from receiver import listen
-from serving.http.server import Server, http_config
+from serving.http.server import Server
 from serving.settings import ServingSettings
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def gateway(host: HostOption = None, port: PortOption = None) -> None:
     app = create_gateway(servers, max_body_bytes=serving.max_body_bytes)
     listening = bind(serving)
     print(f"gateway on {listen.url_of(listening, serving.host)}", flush=True)
-    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
+    listen.serve(Server(app, shutdown_seconds=SHUTDOWN_SECONDS), listening)
 
 
 def _job_may_swap(

@@ -51,8 +51,7 @@ from pipeline.hub.service import (
 )
 from pipeline.hub.settings import HubSettings
 from receiver import listen
-from serving.http.requests import BodiesInFlight
-from serving.http.server import Server, http_config
+from serving.http.server import BodiesInFlight, Server
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +178,7 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
         ),
     )
     print(f"hub on {settings.url}", flush=True)
-    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
+    listen.serve(Server(app, shutdown_seconds=SHUTDOWN_SECONDS), listening)
 
 
 async def _keep_up(settings: HubSettings, repositories: Repositories, log: EventLog) -> None:

@@ -34,7 +34,7 @@ from pipeline.hub.errors import (
 )
 from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.repositories import Repositories, Repository, RepositoryName, repository_name
-from serving.http.requests import other_site
+from serving.http.server import other_site
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 # The paths of repositories. As on the Hugging Face Hub, a client without a token is told there that
