@@ -236,6 +236,7 @@ def make_generations(
         stop_token_ids=stop_token_ids,
         allowed_token_ids=None if allowed is None else tuple(set(allowed)),
         grammar=request.grammar,
+        tokenizer=tokenizer.tokenizer,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,
         # With stop strings, look at each token at once: tokens that the engine generates after a

@@ -14,6 +14,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, Protocol
 
+from tokenizers import Tokenizer
+
 from serving.weights.release import Probe, Release
 
 MIN_LOGPROB = -9999.0
@@ -73,6 +75,8 @@ class Generation:
     grammar: Grammar | None = None
     """If this is set, a stop token is generated only where the text may end. Where the text is
     complete and nothing can follow, the sequence ends with `stop`, even without a stop token."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer of the release, for which the grammar is compiled."""
     num_logprobs: int | None = None
     """How many of the most probable tokens to report for each new token. With 0, only the logprob
     of the new token itself is reported; with None, no logprobs at all."""

@@ -57,8 +57,6 @@ def create_engine(**settings: Any) -> "TorchEngine":
 class Resident:
     """A release in memory."""
 
-    release: Release
-    folder: Path
     vocab_size: int
     context: int
     """The largest number of tokens in a sequence, prompt included."""
@@ -124,8 +122,6 @@ class TorchEngine:
                 self._steps.is_core_reserved = False
             self._steps.add(release.id, Scheduler(runner, self._settings))
             self.residents[release.id] = Resident(
-                release=release,
-                folder=folder,
                 vocab_size=runner.vocab_size,
                 context=runner.cache_size.context,
                 read_bytes=read_bytes,
@@ -179,7 +175,7 @@ class TorchEngine:
         sequence = EngineSequence(release_id, generation, asyncio.get_running_loop())
         if generation.grammar is not None:
             sequence.logits_processor.grammar = await self._grammars.begin(
-                resident.release, resident.folder, resident.vocab_size, generation.grammar
+                generation.tokenizer, resident.vocab_size, generation.grammar
             )
         self._steps.submit(sequence)
         try:
