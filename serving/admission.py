@@ -76,7 +76,7 @@ class Admission:
         self._max_requests = max_requests
         self._pipeline = pipeline
         self.live: LiveRelease | None = None
-        """The release for new requests. Only `switch` changes it."""
+        """The release for new requests. Only the swapper changes it."""
         self.num_waiting = 0
         """How many requests the barrier holds back."""
         self._in_flight: Counter[str] = Counter()
@@ -143,10 +143,6 @@ class Admission:
             yield
         finally:
             self._open.set()
-
-    def switch(self, live: LiveRelease) -> None:
-        """Give the release `live` to all requests that enter from now on."""
-        self.live = live
 
     async def drained(self, release_id: str) -> None:
         """Wait until this release answers no request any more."""

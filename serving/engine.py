@@ -132,14 +132,6 @@ class Step:
     """How often the sequence was preempted (lost its memory in the engine) since the last step."""
 
 
-class StageError(Exception):
-    """The engine could not load a release. The person who asked for the swap gets `reasons`."""
-
-    def __init__(self, *reasons: str) -> None:
-        super().__init__("; ".join(reasons))
-        self.reasons = reasons
-
-
 class EngineError(Exception):
     """The engine failed. A request that needs the engine gets 503."""
 
@@ -182,8 +174,8 @@ class Engine(Protocol):
         requests continue without a delay. Each tensor that is read is checked against its digest in
         the manifest.
 
-        Raises StageError if `release` cannot be loaded, and EngineError if the engine has failed.
-        The engine has then freed all memory that it took for `release`.
+        Raises ReleaseError if `release` cannot be loaded, and EngineError if the engine has
+        failed. The engine has then freed all memory that it took for `release`.
         """
 
     def dtype_of(self, release: Release) -> str:

@@ -25,10 +25,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from serving.admission import Admission, LiveRelease, Unserved
-from serving.engine import Engine, StageError, measure_probe
+from serving.engine import Engine, measure_probe
 from serving.errors import ReleaseError, Superseded, first_line, is_temporary
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
@@ -47,12 +47,9 @@ T = TypeVar("T")
 class SwapStopped(Exception):
     """Ends a swap. The release that was live before is still live."""
 
-    def __init__(
-        self, result: SwapResultName, *reasons: str, superseded_by: str | None = None
-    ) -> None:
-        self.result = result
-        self.reasons = reasons
-        self.superseded_by = superseded_by
+    def __init__(self, result: SwapResultName, *reasons: str, **more: str | None) -> None:
+        self.outcome: dict[str, Any] = {"result": result, "reasons": reasons, **more}
+        """Fields of the `SwapResult`."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,19 +78,6 @@ class _Swap:
         finally:
             earlier = self.seconds.get(phase, 0.0)
             self.seconds[phase] = earlier + time.perf_counter() - started
-
-    def ended(self, stopped: SwapStopped | None = None) -> SwapResult:
-        """`stopped` is None if the release is live now."""
-        return SwapResult(
-            result="live" if stopped is None else stopped.result,
-            release=self.folder.name,
-            previous=None if self.previous is None else self.previous.id,
-            phase=self.phase if stopped is not None else "live",
-            reasons=() if stopped is None else stopped.reasons,
-            superseded_by=None if stopped is None else stopped.superseded_by,
-            seconds=self.seconds,
-            probe_max_difference=self.max_difference,
-        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -165,11 +149,13 @@ class Swapper:
         is cancelled, the swap goes on."""
         swap = _Swap(folder=self.releases_dir / requested, previous=self.admission.live)
         try:
-            swap.folder = self._folder(requested)
+            if requested not in release_store.release_ids(self.releases_dir):
+                reason = f"there is no release in {self.releases_dir} for {requested!r}"
+                raise SwapStopped("refused", reason)
             if instead_of is not None:
-                await self._choose(swap.folder.name, instead_of)
+                await self._choose(requested, instead_of)
         except SwapStopped as stopped:
-            return self._counted(swap, swap.ended(stopped))
+            return self._counted(swap, stopped.outcome)
         return await self._enqueue(swap)
 
     async def close(self) -> None:
@@ -178,16 +164,6 @@ class Swapper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _folder(self, requested: str) -> Path:
-        """The folder of the release with this id or path. Raises SwapStopped."""
-        if "\0" not in requested:  # `resolve` would raise ValueError
-            found = (self.releases_dir / requested).resolve()
-            inside = found.parent == self.releases_dir.resolve()
-            if inside and found.name in release_store.release_ids(self.releases_dir):
-                return self.releases_dir / found.name
-        reason = f"there is no release in {self.releases_dir} for {requested!r}"
-        raise SwapStopped("refused", reason)
 
     async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
         choose, folder = release_store.set_pending, self.releases_dir
@@ -208,30 +184,40 @@ class Swapper:
         return await asyncio.shield(self._unfinished[self._newest])
 
     async def _run(self, swap: _Swap) -> SwapResult:
-        stopped: SwapStopped | None = None
+        outcome: dict[str, Any] = {"result": "live"}
         try:
             async with self._lock:
                 swap.previous = self.admission.live
                 try:
                     self._stop_if_superseded(swap)
                     await self._swap(swap)
-                except SwapStopped as error:
-                    stopped = error
-                except StageError as error:
-                    stopped = SwapStopped("refused", *error.reasons)
+                    swap.phase = "live"
+                except SwapStopped as stopped:
+                    outcome = stopped.outcome
+                except ReleaseError as error:
+                    outcome = {"result": "refused", "reasons": error.reasons}
                 except Exception as error:
                     logger.exception("swap to %s failed", swap.folder.name)
-                    stopped = SwapStopped("failed", f"{swap.phase}: {first_line(error)}")
-                await self._clear_pending(swap, stopped)
+                    reason = f"{swap.phase}: {first_line(error)}"
+                    outcome = {"result": "failed", "reasons": (reason,)}
+                await self._clear_pending(swap, outcome["result"])
         except asyncio.CancelledError:
-            stopped = SwapStopped("failed", "the server is shutting down")
+            outcome = {"result": "failed", "reasons": ("the server is shutting down",)}
         finally:
             del self._unfinished[swap]
             if self._newest is swap:
                 self._newest = None
-        return self._counted(swap, swap.ended(stopped))
+        return self._counted(swap, outcome)
 
-    def _counted(self, swap: _Swap, result: SwapResult) -> SwapResult:
+    def _counted(self, swap: _Swap, outcome: dict[str, Any]) -> SwapResult:
+        result = SwapResult(
+            release=swap.folder.name,
+            previous=None if swap.previous is None else swap.previous.id,
+            phase=swap.phase,
+            seconds=swap.seconds,
+            probe_max_difference=swap.max_difference,
+            **outcome,
+        )
         if result.result == "live" or swap.is_recorded:  # otherwise `start` raises an error
             logger.log(
                 logging.INFO if result.result == "live" else logging.WARNING,
@@ -245,19 +231,18 @@ class Swapper:
         self.metrics.count_swap(result)
         return result
 
-    async def _clear_pending(self, swap: _Swap, stopped: SwapStopped | None) -> None:
+    async def _clear_pending(self, swap: _Swap, result: SwapResultName) -> None:
         """Remove the mark `pending` of the release after its swap, even if the swap failed.
         Otherwise every start of the server would try a release that cannot be served."""
         newest = self._newest
         has_successor = newest is not None and newest is not swap and newest.folder == swap.folder
         is_asked_for = swap.is_recorded and swap.stands_in_for is None
-        is_deferred = stopped is not None and stopped.result == "deferred"
-        if is_deferred or has_successor or not is_asked_for:
+        if result == "deferred" or has_successor or not is_asked_for:
             return  # a deferred swap is asked for again, a substitute was asked for by nobody
         try:
             await self._written(release_store.clear_pending, swap.folder.name)
         except SwapStopped as late:
-            logger.error("%s", *late.reasons)
+            logger.error("%s", *late.outcome["reasons"])
 
     async def _swap(self, swap: _Swap) -> None:
         settings = self.settings
@@ -266,7 +251,7 @@ class Swapper:
             # It was a substitute, or was named only at the start of the server. Now it is the
             # release that the next start serves.
             await self._record(swap, candidate)
-            self.admission.switch(replace(candidate, engine_context=previous.engine_context))
+            self.admission.live = replace(candidate, engine_context=previous.engine_context)
             return
         with swap.timed("stage"):
             await self._until_retired()
@@ -286,7 +271,7 @@ class Swapper:
                 self._stop_if_superseded(swap)
                 await self._commit(swap, candidate)
                 with swap.timed("barrier"):
-                    self.admission.switch(candidate)
+                    self.admission.live = candidate
         except BaseException:
             await self._unload(candidate.id)
             raise

@@ -19,8 +19,7 @@ class _Record(BaseModel):
 
 class SwapRequest(_Record):
     release: str
-    """The id of a release of the pipeline, or the path of its folder. A relative path is relative
-    to the folder of the pipeline's releases."""
+    """The id of a release of the pipeline."""
     instead_of: tuple[str | None, ...] | None = None
     """Swap only if the release that was chosen last is one of these (None: no release); otherwise
     the result is `superseded`. A job names the release that its weights were trained from."""

@@ -20,14 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from serving.engine import (
-    EngineError,
-    Generation,
-    GenerationRefused,
-    StageError,
-    Step,
-    TokenLogprob,
-)
+from serving.engine import EngineError, Generation, GenerationRefused, Step, TokenLogprob
+from serving.errors import ReleaseError
 from serving.weights.release import Release, read_json
 from serving.weights.verify import verify_shards
 
@@ -83,7 +77,7 @@ class EchoEngine:
         if len(self._residents) >= limit:
             raise EngineError(f"asked to hold a third release beside {sorted(self._residents)}")
         if faults := verify_shards(folder, release):
-            raise StageError(*faults)
+            raise ReleaseError(*faults)
         key = weights_key(release)
         if self.keeps_old_head and self._live is not None:
             key = self._residents[self._live].key

@@ -25,8 +25,8 @@ def answers_over(pipeline_dir: Path) -> Answers:
     release = echo_release(pipeline_dir, 1)
     folder = pipeline_dir / release.id
     admission = Admission(10, "answers")
-    admission.switch(
-        LiveRelease(release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0)
+    admission.live = LiveRelease(
+        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
     )
     return Answers(
         engine=EchoEngine(step_seconds=NEVER),

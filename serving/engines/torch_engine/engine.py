@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from serving.engine import EngineError, Generation, StageError, Step
+from serving.engine import EngineError, Generation, Step
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.grammars import Grammars
 from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.slots import Runner
 from serving.engines.torch_engine.staging import Loader, UnitPool, load_runner
-from serving.errors import ReleaseError
 from serving.weights.release import Release, choose_dtype
 
 _log = logging.getLogger(__name__)
@@ -220,8 +219,6 @@ class TorchEngine:
         loading = asyncio.get_running_loop().run_in_executor(self._loader, load_runner, loader)
         try:
             return await asyncio.shield(loading), loader.read_bytes
-        except ReleaseError as error:
-            raise StageError(*error.reasons) from error
         except asyncio.CancelledError:
             is_unwanted.set()
             # The next release is staged on the same thread, after this work has stopped. The
