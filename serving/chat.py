@@ -37,7 +37,7 @@ from serving.openai_schemas import (
     FewItems,
     Part,
     SamplingRequest,
-    schema_text,
+    json_grammar,
 )
 from serving.request_errors import invalid
 
@@ -120,7 +120,7 @@ class ChatRequest(SamplingRequest):
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to those that the template writes."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """More variables for the template."""
+    """More variables for the template. Those that the server itself sets stay what they are."""
     reasoning_effort: str | None = None
     """A variable that some templates use. It also sets the variable `enable_thinking`: to false for
     `none`, and to true for other values."""
@@ -133,14 +133,6 @@ class ChatRequest(SamplingRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _variables_are_no_fields(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
-            if kwargs and name in kwargs:
-                raise ValueError(f"{name} is no variable that a request may set here")
-        return kwargs
 
     @field_validator("tool_choice")
     @classmethod
@@ -476,8 +468,7 @@ def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
         for number, tool in enumerate(tools)
     }
     # Compact: small models can go on with whitespace until there are no tokens left.
-    text = schema_text({**schema, "$defs": arguments}, whitespace_flexible=False)
-    return Grammar(kind="json_schema", text=text, param="tool_choice")
+    return json_grammar({**schema, "$defs": arguments}, "tool_choice", whitespace_flexible=False)
 
 
 def _with_root(schema: Any, root: str) -> Any:

@@ -215,10 +215,6 @@ def make_generations(
     check_token_ids(live, allowed or (), "allowed_token_ids")
     if not request.ignore_eos:
         stop_token_ids += tokenizer.eos_token_ids
-    if request.min_tokens and len(set(stop_token_ids)) >= tokenizer.vocab_size:
-        # No token could be the first one. An engine would choose one of the forbidden tokens.
-        reason = "every token of the vocabulary ends the text; give fewer stop_token_ids"
-        raise invalid("min_tokens", reason)
     sampling: dict[str, Any] = {**tokenizer.sampling_defaults, **request.sampling}
     default = sampling.pop("max_tokens", room)
     most = min(room, default) if max_tokens is None else max_tokens
