@@ -26,6 +26,7 @@ from serving.answer import Answers
 from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
+from serving.engines.settings import choose_engine
 from serving.errors import ServingError
 from serving.http.server import (
     LimitedBodies,
@@ -38,7 +39,7 @@ from serving.http.server import (
 )
 from serving.metrics import Metrics
 from serving.request_errors import RETRY_AFTER, RequestError, model_not_found, translated
-from serving.settings import ServingSettings, choose_engine
+from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_schemas import SwapRequest
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from serving.admission import Admission, LiveRelease, Unserved
-from serving.engine import Engine, measure_probe
+from serving.engine import Engine
+from serving.engines.probe import measure_probe
 from serving.errors import ReleaseError, Superseded, first_line, is_temporary
 from serving.metrics import Metrics
 from serving.settings import ServingSettings

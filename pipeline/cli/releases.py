@@ -35,8 +35,8 @@ from pipeline.stack.record import running_settings
 from pipeline.stack.services import server_state
 from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
+from serving.engines.settings import choose_engine
 from serving.errors import ReleaseError, SwapAnswerError
-from serving.settings import choose_engine
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights import release_store
 from serving.weights.publish import publish_folder

@@ -108,7 +108,7 @@ def _job_may_swap(
 
 
 def _engine(settings: ServingSettings, *, busy_lock_file: Path) -> "Engine":
-    from serving.settings import choose_engine
+    from serving.engines.settings import choose_engine
 
     engine = choose_engine(settings.engine).name
     extra = "vllm" if engine == "vllm" else "torch"

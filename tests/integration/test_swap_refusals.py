@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, Generation, Step, measure_probe
+from serving.engine import EngineError, Generation, Step
+from serving.engines.probe import measure_probe
 from serving.errors import ReleaseError
 from serving.weights import release_store
 from serving.weights.release import Probe, ProbeText
