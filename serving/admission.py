@@ -18,15 +18,11 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
 
+from serving.http.server import JsonRequest
 from serving.request_errors import RequestError
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
-
-MAX_COMMAS = 2**19
-"""While a body is parsed, even in a thread, no other thread can run, so every stream pauses: 50 ms
-for so many values, and half a second for as many as fit into 8 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,19 +176,6 @@ def _bearer_of(request: Request, name: str) -> str:
     if scheme.lower() != "bearer" or not given:
         raise RequestError(401, f"{name} is needed: Authorization: Bearer …", code="missing_token")
     return given.strip()
-
-
-class JsonRequest(Request):
-    async def json(self) -> Any:
-        """Raises RequestError 400 if the body is not JSON or has more than `MAX_COMMAS`."""
-        body = await self.body()
-        if body.count(b",") > MAX_COMMAS:
-            message = f"The body has more than {MAX_COMMAS} commas; send a shorter one."
-            raise RequestError(400, message)
-        try:
-            return from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise RequestError(400, f"The body is not JSON: {error}") from None
 
 
 def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:

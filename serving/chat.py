@@ -74,32 +74,6 @@ class NamedTool(Part):
     function: FunctionName
 
 
-def _with_readable_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """As in vLLM, the arguments of an earlier call that are no JSON object count as none. They are
-    not an error: all later requests of the conversation contain the same call, so they would all be
-    refused."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_readable(call) for call in calls]}
-
-
-def _readable(call: Any) -> Any:
-    match call:
-        case {"function": {"arguments": given} as function} if not _is_object(given):
-            return {**call, "function": {**function, "arguments": {}}}
-    return call
-
-
-def _is_object(arguments: object) -> bool:
-    if isinstance(arguments, str):
-        try:
-            arguments = from_json(arguments, allow_inf_nan=False)
-        except ValueError:
-            return False
-    return isinstance(arguments, dict)
-
-
 class ChatRequest(SamplingRequest):
     """The request body: messages, tools, and all fields of `SamplingRequest`."""
 
@@ -173,7 +147,10 @@ class ChatRequest(SamplingRequest):
     def conversation(self) -> Conversation:
         """What the chat template gets. Raises ConversationError."""
         tools = [tool.model_dump(exclude_unset=True) for tool in self.offered_tools]
-        return normalise([_with_readable_calls(each) for each in self.messages], tools)
+        # As in vLLM, the arguments of an earlier call that are no JSON object count as none. They
+        # are not an error: all later requests of the conversation contain the same call, so they
+        # would all be refused.
+        return normalise(self.messages, tools, must_be_readable=False)
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -255,7 +232,7 @@ def plan_chat(request: ChatRequest, live: LiveRelease) -> ChatPlan:
         format = FORCED if request.forced_tools else format_of(live.tokenizer.chat_template.source)
         names = {tool.function.name for tool in request.offered_tools}
         readers = [ToolCallReader(format, names) for _ in range(request.n)]
-        if live.tokenizer.is_special(format.begin):
+        if live.tokenizer.tokenizer.token_to_id(format.begin) in live.tokenizer.special_ids:
             request = request.model_copy(update={"skip_special_tokens": False})
     generations = make_generations(request, live, prompt, "messages")
     if request.forced_tools:

@@ -274,7 +274,7 @@ class Swapper:
                 with swap.timed("barrier"):
                     self.admission.live = candidate
         except BaseException:
-            await self._unload(candidate.id)
+            await self._tried(self.engine.unload(candidate.id), f"unload {candidate.id}")
             raise
         if previous is not None:
             self._retiring = asyncio.create_task(self._retire(previous.id), name=previous.id)
@@ -335,12 +335,14 @@ class Swapper:
         engine use the previous release again, and raise the error."""
         try:
             with swap.timed("commit"):
-                await self._use(candidate.id)
+                committed = self.engine.commit(candidate.id)
+                await bounded(committed, self.settings.barrier_seconds, "commit took more than")
             await self._probe(swap, candidate)
             await self._record(swap, candidate)
         except BaseException:
             if swap.previous is not None:
-                await self._use_again(swap.previous)
+                again = self.engine.commit(swap.previous.id)
+                await self._tried(again, f"use {swap.previous.id} again after a swap that failed")
             raise
 
     async def _probe(self, swap: _Swap, candidate: LiveRelease) -> None:
@@ -381,28 +383,15 @@ class Swapper:
         except (OSError, ReleaseError) as error:
             raise SwapStopped("failed", f"{path}: {error}") from None
 
-    async def _use_again(self, previous: LiveRelease) -> None:
-        """Make the engine use `previous` again after a swap that failed."""
-        try:
-            await self._use(previous.id)
-        except Exception:
-            failure = "the engine failed to use %s again after a swap that failed"
-            logger.critical(failure, previous.id, exc_info=True)
-
     async def _retire(self, release_id: str) -> None:
         await self.admission.drained(release_id)
-        await self._unload(release_id)
+        await self._tried(self.engine.unload(release_id), f"unload {release_id}")
 
-    async def _unload(self, release_id: str) -> None:
+    async def _tried(self, work: Awaitable[None], what: str) -> None:
         try:
-            unloaded = self.engine.unload(release_id)
-            await bounded(unloaded, self.settings.barrier_seconds, "unload took more than")
+            await bounded(work, self.settings.barrier_seconds, "it took more than")
         except Exception:
-            logger.exception("the engine failed to unload %s", release_id)
-
-    async def _use(self, release_id: str) -> None:
-        committed = self.engine.commit(release_id)
-        await bounded(committed, self.settings.barrier_seconds, "commit took more than")
+            logger.exception("the engine failed to %s", what)
 
 
 async def bounded(

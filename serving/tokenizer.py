@@ -78,10 +78,6 @@ class ReleaseTokenizer:
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
-    def is_special(self, text: str) -> bool:
-        """Whether `text` is a special token, which `decode` leaves out by default."""
-        return self.tokenizer.token_to_id(text) in self.special_ids
-
     def token_text(self, token_id: int) -> str:
         """The text of one token for `logprobs`: the text that it adds after other tokens. Special
         tokens have a text here too."""
@@ -107,12 +103,6 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     tokenizer = _open_tokenizer(folder, settings)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     context_length, vocab_size = _sizes(folder, config)
-    if vocab_size is None:
-        vocab_size = 1 + max(ids.values(), default=-1)
-    if not isinstance(context_length, int) or context_length < 1:
-        raise ReleaseError("config.json: max_position_embeddings is not a positive number")
-    if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ReleaseError("config.json: vocab_size is not a positive number")
     chat_template = load_chat_template(folder, settings)
     _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
     eos_token = _token_name(settings.get("eos_token"))
@@ -138,18 +128,19 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     return settings | read_json(folder / "special_tokens_map.json")
 
 
-def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
-    """The largest number of tokens in a sequence, and the size of the vocabulary.
+def _sizes(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """The largest number of tokens in a sequence, and the size of the vocabulary. Raises
+    ReleaseError.
 
     `transformers`, which takes seconds to import, is needed only if the config does not contain
     these numbers, because they are the defaults of the architecture or have other names.
     """
     context = config.get("max_position_embeddings", config.get("n_positions"))
     vocab_size = config.get("vocab_size")
-    if (context is None or vocab_size is None) and "model_type" in config:
-        whole = network.load_config(folder)
-        return network.context_length(whole), whole.get_text_config().vocab_size
-    return context, vocab_size
+    if isinstance(context, int) and isinstance(vocab_size, int):
+        return context, vocab_size
+    whole = network.load_config(folder)
+    return network.context_length(whole), whole.get_text_config().vocab_size
 
 
 def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
@@ -164,23 +155,18 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     # If a file cannot be read, `tokenizers` and `transformers` raise many types of exceptions,
     # including Exception itself.
     try:
-        if path.is_file():
-            tokenizer = _without_limits(Tokenizer.from_file(str(path)))
-            if _satisfies_settings(tokenizer, settings):
-                return tokenizer
-        from transformers import AutoTokenizer
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+        if tokenizer is None or not _satisfies_settings(tokenizer, settings):
+            from transformers import AutoTokenizer
 
-        # Without `trust_remote_code=False`, `transformers` would ask on the terminal whether code
-        # of the release may run.
-        found = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        return _without_limits(found.backend_tokenizer)
+            # Without `trust_remote_code=False`, `transformers` would ask on the terminal whether
+            # code of the release may run.
+            found = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+            tokenizer = found.backend_tokenizer
     except Exception as error:
         raise ReleaseError(f"{path.name}: cannot be read: {error}") from error
-
-
-def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -189,6 +175,7 @@ def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
 def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
     """Whether `tokenizer`, which is made from tokenizer.json alone, does all that `settings`, the
     content of tokenizer_config.json, asks for."""
+    tokenizer.no_padding()
     kind, shown = str(settings.get("tokenizer_class")), "a"
     if tokenizer.normalizer is not None:
         shown = tokenizer.normalizer.normalize_str(shown)

@@ -11,8 +11,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from serving.admission import MAX_COMMAS, json_routes
+from serving.admission import json_routes
 from serving.chat import ChatRequest
+from serving.http.server import MAX_COMMAS
 from serving.openai_schemas import MAX_ITEMS, CompletionRequest, json_grammar
 from serving.request_errors import MAX_SHOWN, from_validation
 
