@@ -49,19 +49,13 @@ class LiveRelease:
     stands_in_for: Unserved | None = None
     """If this release is served as a substitute: the newer release that could not be served.
     Otherwise None."""
-    engine_context: int | None = None
-    """The largest number of tokens in a sequence for which the engine has memory; None if the
-    engine has enough memory for every length that the release allows."""
+    context_length: int
+    """The largest number of tokens in a sequence, counting the prompt and the new tokens: what the
+    release allows, or less if the engine does not have the memory for it."""
 
     @property
     def id(self) -> str:
         return self.release.id
-
-    @property
-    def context_length(self) -> int:
-        """The largest number of tokens in a sequence, counting the prompt and the new tokens."""
-        allowed = self.tokenizer.context_length
-        return allowed if self.engine_context is None else min(allowed, self.engine_context)
 
 
 class Admission:

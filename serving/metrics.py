@@ -6,12 +6,16 @@ The metrics of requests have the names and buckets of vLLM 0.32 (`vllm/v1/metric
 
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from serving.detokenizer import Delta
 from serving.engine import Waits
 from serving.swap_schemas import SwapResult
+
+M = TypeVar("M", bound=MetricWrapperBase)
 
 # The upper bounds of the buckets: `_TOKENS` in tokens, the others in seconds.
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -71,16 +75,11 @@ class Metrics:
             registry=registry,
         )
         self._labels = labels = {"model_name": model_name, "engine": "0"}
-        self.running = self._gauge("num_requests_running", "Sequences that have a token")
-        self.waiting = self._gauge("num_requests_waiting", "Sequences without a token")
-        self.counters = {
-            name: Counter(f"vllm:{name}", text, labels, registry=registry).labels(**labels)
-            for name, text in _COUNTERS.items()
-        }
+        self.running = self._vllm(Gauge, "num_requests_running", "Sequences that have a token")
+        self.waiting = self._vllm(Gauge, "num_requests_waiting", "Sequences without a token")
+        self.counters = {name: self._vllm(Counter, name, text) for name, text in _COUNTERS.items()}
         self.histograms = {
-            name: Histogram(
-                f"vllm:{name}", text, labels, buckets=buckets, registry=registry
-            ).labels(**labels)
+            name: self._vllm(Histogram, name, text, buckets=buckets)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         success = Counter(
@@ -97,11 +96,11 @@ class Metrics:
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Add a metric with this name of vLLM: what `value` returns when the metrics are read."""
-        self._gauge(name, text).set_function(value)
+        self._vllm(Gauge, name, text).set_function(value)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(f"vllm:{name}", text, self._labels, registry=self._registry)
-        return gauge.labels(**self._labels)
+    def _vllm(self, kind: type[M], name: str, text: str, **options: Any) -> M:
+        metric = kind(f"vllm:{name}", text, self._labels, registry=self._registry, **options)
+        return metric.labels(**self._labels)
 
     def count_swap(self, result: SwapResult) -> None:
         """Count a swap that has ended, and the time of each of its phases."""

@@ -252,7 +252,7 @@ class Swapper:
             # It was a substitute, or was named only at the start of the server. Now it is the
             # release that the next start serves.
             await self._record(swap, candidate)
-            self.admission.live = replace(candidate, engine_context=previous.engine_context)
+            self.admission.live = replace(candidate, context_length=previous.context_length)
             return
         with swap.timed("stage"):
             await self._until_retired()
@@ -263,8 +263,9 @@ class Swapper:
                 is_first = previous is None  # it also starts the engine
                 limit = settings.start_seconds if is_first else settings.phase_seconds
                 await bounded(staging, limit, "stage took more than")
-            context = self.engine.max_context(candidate.id)
-            candidate = replace(candidate, engine_context=context)
+            fitting = self.engine.max_context(candidate.id) or candidate.context_length
+            context = min(fitting, candidate.context_length)
+            candidate = replace(candidate, context_length=context)
             with ExitStack() as barrier:
                 if not self.engine.holds_two:
                     barrier.enter_context(self.admission.closed())
@@ -302,6 +303,7 @@ class Swapper:
             release=release,
             folder=swap.folder,
             tokenizer=tokenizer,
+            context_length=tokenizer.context_length,
             live_since=int(time.time()),
             stands_in_for=swap.stands_in_for,
         )

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from serving.admission import Admission, LiveRelease
+from serving.admission import Admission
 from serving.answer import Answers
 from serving.completions import plan_completion
 from serving.metrics import Metrics
 from serving.openai_schemas import CompletionRequest
 from serving.settings import ServingSettings
-from serving.tokenizer import load_tokenizer
 from tests.echo_engine import EchoEngine
-from tests.serving_fixtures import echo_release
+from tests.serving_fixtures import echo_release, live_release
 
 ASKED = CompletionRequest(prompt="Hello")
 NEVER = 3600
@@ -25,9 +24,7 @@ def answers_over(pipeline_dir: Path) -> Answers:
     release = echo_release(pipeline_dir, 1)
     folder = pipeline_dir / release.id
     admission = Admission(10, "answers")
-    admission.live = LiveRelease(
-        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
-    )
+    admission.live = live_release(release, folder)
     return Answers(
         engine=EchoEngine(step_seconds=NEVER),
         admission=admission,

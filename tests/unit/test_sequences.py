@@ -12,18 +12,15 @@ from serving.answer import generate
 from serving.completions import plan_completion
 from serving.engine import EngineError, Generation, Step
 from serving.openai_schemas import CompletionRequest
-from serving.tokenizer import load_tokenizer
 from tests.echo_engine import EchoEngine
-from tests.serving_fixtures import echo_release
+from tests.serving_fixtures import echo_release, live_release
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> LiveRelease:
     release = echo_release(tmp_path, 1)
     folder = tmp_path / release.id
-    return LiveRelease(
-        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
-    )
+    return live_release(release, folder)
 
 
 class Panic(BaseException):
