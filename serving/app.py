@@ -18,7 +18,6 @@ from fastapi_offline import FastAPIOffline
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.admission import Admission, LiveRelease, check_api_key, check_swap_token, json_routes
@@ -109,8 +108,7 @@ def create_app(
             await engine.close()
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan, responses=ERRORS)
-    known = (HTTPException, RequestValidationError, ClientDisconnect, EngineError, TimeoutError)
-    for each in known:
+    for each in (HTTPException, RequestValidationError, EngineError, TimeoutError):
         app.add_exception_handler(each, _on_error)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     if api_key is None:
@@ -136,20 +134,10 @@ def create_app(
     )
     add_completions(keyed, answers)
     add_chat(keyed, answers)
-    _add_models(keyed, answers)
-    may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
-    admin = APIRouter(route_class=json_routes(may_swap))
-    _add_swap(admin, swapper)
-    _add_own_routes(app, engine, admission, metrics)
-    app.include_router(keyed)
-    app.include_router(admin)
-    return app
 
-
-def _add_models(router: APIRouter, answers: Answers) -> None:
     def described(live: LiveRelease) -> dict[str, Any]:
         return {
-            "id": answers.pipeline,
+            "id": pipeline,
             "object": "model",
             "created": live.live_since,
             "owned_by": "hotpush",
@@ -159,33 +147,31 @@ def _add_models(router: APIRouter, answers: Answers) -> None:
             "max_model_len": live.context_length,
         }
 
-    @router.get("/v1/models")
+    @keyed.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The live release, if there is one."""
-        live = answers.admission.live
+        live = admission.live
         return {"object": "list", "data": [described(live)] if live else []}
 
-    @router.get("/v1/models/{model:path}")
+    @keyed.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """The live release. `model` is the name of the pipeline or the id of the release."""
-        live = answers.admission.served()
-        if model not in (answers.pipeline, live.id):
-            raise model_not_found(model, answers.pipeline)
+        live = admission.served()
+        if model not in (pipeline, live.id):
+            raise model_not_found(model, pipeline)
         return described(live)
 
-
-def _add_swap(router: APIRouter, swapper: Swapper) -> None:
     token = Depends(HTTPBearer(auto_error=False, description="The admin token."))
+    may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
+    admin = APIRouter(route_class=json_routes(may_swap), dependencies=[token])
 
-    @router.post("/admin/swap", dependencies=[token])
+    @admin.post("/admin/swap")
     async def swap(asked: SwapRequest) -> Response:
         """Make another release live. The HTTP status and the body say how the swap ended."""
         result = await swapper.swap(asked.release, asked.instead_of)
         headers = RETRY_AFTER if result.result == "deferred" else None
         return JSONResponse(result.model_dump(mode="json"), SWAP_STATUS[result.result], headers)
 
-
-def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics: Metrics) -> None:
     @app.get("/live")
     async def alive() -> Response:
         """Whether the server works. It works even while it has no release."""
@@ -218,6 +204,10 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
     async def prometheus() -> Response:
         """The metrics of the server, in the text format of Prometheus."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
+
+    app.include_router(keyed)
+    app.include_router(admin)
+    return app
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

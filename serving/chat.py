@@ -65,15 +65,6 @@ class Tool(Part, extra="allow"):
     function: Function
 
 
-class FunctionName(Part):
-    name: str
-
-
-class NamedTool(Part):
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
 class ChatRequest(SamplingRequest):
     """The request body: messages, tools, and all fields of `SamplingRequest`."""
 
@@ -99,7 +90,7 @@ class ChatRequest(SamplingRequest):
     """A variable that some templates use. It also sets the variable `enable_thinking`: to false for
     `none`, and to true for other values."""
     tools: Annotated[list[Tool], FewItems] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     """null means `auto`."""
     parallel_tool_calls: bool | None = None
     """false allows at most one call of a tool. null means true."""
@@ -111,10 +102,10 @@ class ChatRequest(SamplingRequest):
     @field_validator("tool_choice")
     @classmethod
     def _choice_is_among_the_tools(
-        cls, choice: str | NamedTool | None, info: ValidationInfo
-    ) -> str | NamedTool | None:
+        cls, choice: str | Tool | None, info: ValidationInfo
+    ) -> str | Tool | None:
         names = [tool.function.name for tool in info.data.get("tools") or ()]
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
+        if isinstance(choice, Tool) and choice.function.name not in names:
             raise ValueError(f"{choice.function.name!r} is none of the tools of this request")
         if choice == "required" and not names:
             raise ValueError("there are no tools to choose from")
@@ -137,7 +128,7 @@ class ChatRequest(SamplingRequest):
         """The tools of which the model must call one; empty if the model may also answer with
         text."""
         choice = self.tool_choice
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, Tool):
             return [
                 each for each in self.offered_tools if each.function.name == choice.function.name
             ]
@@ -188,7 +179,7 @@ class ChatPlan(Plan):
         if not (said or part.tokens or part.finish_reason is not None):
             return None
         # If the request names the tool to call, the finish reason is "stop", as in OpenAI and vLLM.
-        is_named = isinstance(self.request.tool_choice, NamedTool)
+        is_named = isinstance(self.request.tool_choice, Tool)
         is_call = part.finish_reason == "stop" and calls and not is_named
         return {
             "index": index,
