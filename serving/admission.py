@@ -173,7 +173,8 @@ def _bearer_of(request: Request, name: str) -> str:
 
 
 def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:
-    """A class of routes that first call `check`, and then read the body as JSON.
+    """A class of routes that first call `check`, and then read the body as JSON. They raise
+    RequestError 400 if the content type is not JSON.
 
     `check` should raise an error if the client may not send this request. It runs first, so that
     such a client cannot make the server parse a body.
@@ -185,22 +186,17 @@ def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:
 
             async def handle_json(request: Request) -> Response:
                 await check(request)
-                if request.method == "POST":
-                    _check_content_type(request)
+                # For a page of another site, a browser sends JSON only after a CORS preflight
+                # request, which this server can refuse. It sends some other types, or no type,
+                # without a preflight. So if this server accepted these, every page that its user
+                # opens could send requests to it.
+                given = request.headers.get("content-type", "")
+                kind = given.partition(";")[0].strip().lower()
+                if request.method == "POST" and kind != "application/json":
+                    reason = f"Content-Type must be application/json, not {given!r}."
+                    raise RequestError(400, reason)
                 return await handle(JsonRequest(request.scope, request.receive))
 
             return handle_json
 
     return JsonRoute
-
-
-def _check_content_type(request: Request) -> None:
-    """Raise RequestError 400 if the content type is not JSON.
-
-    For a page of another site, a browser sends JSON only after a CORS preflight request, which this
-    server can refuse. It sends some other types, or no type, without a preflight. So if this server
-    accepted these, every page that its user opens could send requests to it.
-    """
-    given = request.headers.get("content-type", "")
-    if given.partition(";")[0].strip().lower() != "application/json":
-        raise RequestError(400, f"Content-Type must be application/json, not {given!r}.")

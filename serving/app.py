@@ -15,6 +15,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
+from prometheus_client import generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
@@ -55,8 +56,8 @@ MAX_OTHERS = 256
 SIGNAL_SECONDS = 1.0
 """How long the server waits for the cancellation that follows a Ctrl-C."""
 
-KEY_NEEDED = Depends(HTTPBearer(auto_error=False, description="The server's API key."))
-"""Says in the OpenAPI document that a key may be needed. The class of the route checks the key."""
+BEARER = Depends(HTTPBearer(auto_error=False, description="The API key, or the admin token."))
+"""Says in the OpenAPI document that a token may be needed. The class of the route checks it."""
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "The request has an error"}}
 """Without this, FastAPI would describe an answer 422, which no route gives."""
 
@@ -91,11 +92,8 @@ def create_app(
         pipeline=pipeline,
         metrics=metrics,
     )
-    metrics.watch(
-        "kv_cache_usage_perc",
-        "KV cache in use; 1 means all of it",
-        lambda: engine.kv_cache_usage,
-    )
+    usage = "KV cache in use; 1 means all of it"
+    metrics.watch("kv_cache_usage_perc", usage, lambda: engine.kv_cache_usage)
     api_key = None if settings.api_key is None else settings.api_key.get_secret_value()
 
     @asynccontextmanager
@@ -128,10 +126,8 @@ def create_app(
     answers = Answers(
         engine=engine, admission=admission, settings=settings, metrics=metrics, pipeline=pipeline
     )
-    keyed = APIRouter(
-        route_class=json_routes(partial(check_api_key, key=api_key)),
-        dependencies=[KEY_NEEDED],
-    )
+    has_key = partial(check_api_key, key=api_key)
+    keyed = APIRouter(route_class=json_routes(has_key), dependencies=[BEARER])
     add_completions(keyed, answers)
     add_chat(keyed, answers)
 
@@ -161,9 +157,8 @@ def create_app(
             raise model_not_found(model, pipeline)
         return described(live)
 
-    token = Depends(HTTPBearer(auto_error=False, description="The admin token."))
     may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
-    admin = APIRouter(route_class=json_routes(may_swap), dependencies=[token])
+    admin = APIRouter(route_class=json_routes(may_swap), dependencies=[BEARER])
 
     @admin.post("/admin/swap")
     async def swap(asked: SwapRequest) -> Response:
@@ -203,7 +198,7 @@ def create_app(
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         """The metrics of the server, in the text format of Prometheus."""
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
     app.include_router(keyed)
     app.include_router(admin)

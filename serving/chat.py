@@ -26,7 +26,7 @@ from pydantic_core import from_json
 
 from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
-from serving.chat_template import ChatTemplateError, Conversation, ConversationError, normalise
+from serving.chat_template import ChatTemplateError, ConversationError, normalise
 from serving.completions import encode_prompt, make_generations
 from serving.detokenizer import Delta, overlap
 from serving.engine import Grammar
@@ -133,15 +133,6 @@ class ChatRequest(SamplingRequest):
                 each for each in self.offered_tools if each.function.name == choice.function.name
             ]
         return self.offered_tools if choice == "required" else []
-
-    @property
-    def conversation(self) -> Conversation:
-        """What the chat template gets. Raises ConversationError."""
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.offered_tools]
-        # As in vLLM, the arguments of an earlier call that are no JSON object count as none. They
-        # are not an error: all later requests of the conversation contain the same call, so they
-        # would all be refused.
-        return normalise(self.messages, tools, must_be_readable=False)
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -254,8 +245,13 @@ def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
         options["reasoning_effort"] = request.reasoning_effort
         options["enable_thinking"] = request.reasoning_effort != "none"
     options |= request.chat_template_kwargs or {}
+    tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
     try:
-        text = template.render(request.conversation, **options)
+        # As in vLLM, the arguments of an earlier call that are no JSON object count as none. They
+        # are not an error: all later requests of the conversation contain the same call, so they
+        # would all be refused.
+        conversation = normalise(request.messages, tools, must_be_readable=False)
+        text = template.render(conversation, **options)
     except ConversationError as error:
         raise invalid("messages", str(error)) from None
     except ChatTemplateError as error:

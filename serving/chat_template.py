@@ -40,9 +40,7 @@ FIELDS = (
 """The fields of a message that chat templates read. Others, such as `id` and `timestamp`, are left
 out."""
 _TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
     "thinking": "thinking",
 }

@@ -12,7 +12,7 @@ from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
 from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
-from serving.openai_schemas import MIN_SEED, CompletionRequest, SamplingRequest
+from serving.openai_schemas import MIN_SEED, SAMPLING_FIELDS, CompletionRequest, SamplingRequest
 from serving.request_errors import RequestError, invalid
 from serving.tokenizer import ReleaseTokenizer
 
@@ -215,7 +215,8 @@ def make_generations(
     check_token_ids(live, allowed or (), "allowed_token_ids")
     if not request.ignore_eos:
         stop_token_ids += tokenizer.eos_token_ids
-    sampling: dict[str, Any] = {**tokenizer.sampling_defaults, **request.sampling}
+    own = request.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    sampling: dict[str, Any] = {**tokenizer.sampling_defaults, **own}
     default = sampling.pop("max_tokens", room)
     most = min(room, default) if max_tokens is None else max_tokens
     # A `top_k` of the vocabulary's size or more limits nothing. Replace it by 0, because some

@@ -172,8 +172,6 @@ class StructuredOutputs(Part):
     """If true, JSON has no whitespace between its values."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace between the values of JSON."""
-    disable_additional_properties: Literal[False] = False
-    structural_tag: None = None
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:
@@ -251,7 +249,7 @@ class StreamOptions(RequestBody):
 
 
 class SamplingRequest(RequestBody):
-    """The fields of both routes. The fields of `sampling` are None if the request does not set
+    """The fields of both routes. `SAMPLING_FIELDS` are None if the request does not set
     them; their defaults are in the release's generation_config.json."""
 
     unsupported: ClassVar[Mapping[str, object]] = UNSUPPORTED
@@ -294,20 +292,11 @@ class SamplingRequest(RequestBody):
         return self.n
 
     @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
     def grammar(self) -> Grammar | None:
         """The form that the text of the answer must have; None if every text is allowed. Raises
         RequestError."""
         form = self.structured_outputs or self.response_format
         return None if form is None else form.grammar
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Name of a sampling field → its value, for the fields that the request sets."""
-        return self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
 
     @property
     def limit(self) -> tuple[str, int | None]:

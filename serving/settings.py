@@ -4,13 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from serving.engines.settings import (
-    DtypeSetting,
-    EngineName,
-    TorchSettings,
-    VllmSettings,
-    choose_engine,
-)
+from serving.engines import settings as engines
 
 
 class ServingSettings(BaseModel):
@@ -20,15 +14,15 @@ class ServingSettings(BaseModel):
     """The address to listen on. An address that is not loopback needs `api_key`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """The port to listen on. 0 chooses a free port, but is not allowed in a stack."""
-    engine: EngineName | Literal["auto"] = "auto"
+    engine: engines.EngineName | Literal["auto"] = "auto"
     """What computes the answers. `auto` is `vllm` if the machine has an NVIDIA GPU and vLLM is
     installed, and otherwise `torch`. `torch` runs inside the server, and `vllm` runs in processes
     that the server starts."""
-    torch: TorchSettings = TorchSettings()
+    torch: engines.TorchSettings = engines.TorchSettings()
     """Limits of the torch engine."""
-    vllm: VllmSettings = VllmSettings()
+    vllm: engines.VllmSettings = engines.VllmSettings()
     """How vLLM is started, and how a swap replaces its weights."""
-    dtype: DtypeSetting = "auto"
+    dtype: engines.DtypeSetting = "auto"
     """The dtype (number type) in which the engine computes. `auto` is the dtype in which the
     release is stored, if the hardware is fast in it and the release's probe has a bound for it;
     otherwise float32. If you name a dtype, the probe of a release must have a bound for it."""
@@ -72,8 +66,5 @@ class ServingSettings(BaseModel):
     @property
     def start_seconds(self) -> float:
         """The longest time until the engine has loaded its first release."""
-        return (
-            self.vllm.start_seconds
-            if choose_engine(self.engine).name == "vllm"
-            else self.phase_seconds
-        )
+        is_vllm = engines.choose_engine(self.engine).name == "vllm"
+        return self.vllm.start_seconds if is_vllm else self.phase_seconds

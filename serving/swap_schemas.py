@@ -77,9 +77,7 @@ def request_swap(
 
     response = httpx.post(
         f"{server_url.rstrip('/')}/admin/swap",
-        json=SwapRequest(
-            release=release, instead_of=None if instead_of is None else tuple(instead_of)
-        ).model_dump(),
+        json={"release": release, "instead_of": instead_of and list(instead_of)},
         headers={"Authorization": f"Bearer {admin_token}"} if admin_token is not None else {},
         timeout=httpx.Timeout(CONNECT_SECONDS, read=ANSWER_SECONDS),
         trust_env=False,

@@ -19,9 +19,6 @@ REPLACEMENT = "\ufffd"
 _SPACES = ("\u0120", "\u2581", " ")
 """How tokenizers write a space: byte-level ones, those of SentencePiece, and others."""
 
-_MANY_TOKENS = 1024
-"""If there are more tokens, they are decoded without the GIL. For fewer tokens, this would take
-longer than with the GIL."""
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """The files of older tokenizers, which `transformers` converts."""
 
@@ -62,13 +59,7 @@ class ReleaseTokenizer:
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
     ) -> str:
         """The text of `token_ids`, by default without special tokens."""
-        if len(token_ids) <= _MANY_TOKENS:
-            text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        else:
-            # `decode` would keep the GIL, so no other thread could run.
-            (text,) = self.tokenizer.decode_batch(
-                [list(token_ids)], skip_special_tokens=skip_special_tokens
-            )
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return str(text)
 
     @cached_property
@@ -239,12 +230,8 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
     except UnicodeDecodeError as error:
         raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
     if isinstance(source, list):
-        try:
-            source = {each["name"]: each["template"] for each in source}.get("default")
-        except (TypeError, KeyError):
-            raise ReleaseError(
-                "tokenizer_config.json: chat_template is no list of objects with name and template"
-            ) from None
+        named = [each for each in source if isinstance(each, dict)]
+        source = next((each["template"] for each in named if each.get("name") == "default"), None)
     if not isinstance(source, str):
         return None
     special = {
@@ -264,20 +251,15 @@ def end_of_sequence_ids(
 
     As in vLLM, the tokenizer's token is added to the others. A base model that was trained on
     conversations often keeps its config, and then only the tokenizer names the token that ends a
-    message. Ids for which the network has no embedding, such as -1, are left out, because the
-    network cannot generate these tokens. Raises ReleaseError for a value that is no id.
+    message. What is no id for which the network has an embedding, such as -1, is left out, because
+    the network cannot generate such a token.
     """
-    file, named = "generation_config.json", generation.get("eos_token_id")
+    named = generation.get("eos_token_id")
     if named is None:
-        file, named = "config.json", config.get("eos_token_id")
+        named = config.get("eos_token_id")
     found = [of_tokenizer, *(named if isinstance(named, list) else [named])]
-    try:
-        ids = dict.fromkeys(int(each) for each in found if each is not None)
-    except (TypeError, ValueError, OverflowError):
-        raise ReleaseError(
-            f"{file}: eos_token_id is {named!r}, which is neither a token id nor a list of such ids"
-        ) from None
-    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
+    ids = [each for each in found if isinstance(each, int) and 0 <= each < vocab_size]
+    return tuple(dict.fromkeys(ids))
 
 
 def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:

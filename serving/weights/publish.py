@@ -162,7 +162,7 @@ def publish_state_dict(
             release = Release(
                 id=f"r{number:06d}-{files_digest(files)}",
                 pipeline=pipeline_dir.name,
-                created_at=utc_now(),
+                created_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 files=files,
                 tensors=stored,
                 tied=tied_head(folder, stored) | tied,
@@ -238,7 +238,7 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
     release = Release(
         id=f"r000000-{files_digest(files)}",
         pipeline=pipeline,
-        created_at=utc_now(),
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         files=files,
         tensors=tensors,
         tied=tied_head(source, tensors),
@@ -259,10 +259,6 @@ def companions(folder: Path) -> list[Path]:
         and not path.name.startswith(".")
         and path.is_file()
     )
-
-
-def utc_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
