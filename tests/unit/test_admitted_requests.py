@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from starlette.requests import Request
 
 from serving.admission import Admission
@@ -84,7 +85,7 @@ def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
         assert admission.num_in_flight == 0
         waiting = next(
             line
-            for line in answers.metrics.render().decode().splitlines()
+            for line in generate_latest(answers.metrics.registry).decode().splitlines()
             if line.startswith("vllm:num_requests_waiting{")
         )
         assert waiting.endswith(" 0.0")
