@@ -72,7 +72,7 @@ class Generation:
     """If this is set, a stop token is generated only where the text may end. Where the text is
     complete and nothing can follow, the sequence ends with `stop`, even without a stop token."""
     tokenizer: Tokenizer | None = None
-    """The tokenizer of the release, for which the grammar is compiled."""
+    """The tokenizer of the release, for which the grammar is compiled. Set if `grammar` is set."""
     num_logprobs: int | None = None
     """How many of the most probable tokens to report for each new token. With 0, only the logprob
     of the new token itself is reported; with None, no logprobs at all."""

@@ -173,6 +173,7 @@ class TorchEngine:
             )
         sequence = EngineSequence(release_id, generation, asyncio.get_running_loop())
         if generation.grammar is not None:
+            assert generation.tokenizer is not None
             sequence.logits_processor.grammar = await self._grammars.begin(
                 generation.tokenizer, resident.vocab_size, generation.grammar
             )
