@@ -22,7 +22,7 @@ from receiver.errors import ReceiverError
 from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.verify import Proof, read_event
-from serving.http.requests import BodiesInFlight
+from serving.http.server import BodiesInFlight
 
 HANDLED: ContextVar[tuple[str, str] | None] = ContextVar("HANDLED", default=None)
 """The delivery for which a handler is called now: the path of the handler, and the delivery's id.

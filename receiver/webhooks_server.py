@@ -37,15 +37,16 @@ from receiver.guard import (
 from receiver.settings import ReceiverSettings, is_space, settings_of_this_process, state_dir
 from receiver.tunnel import HubCredentials, PublicUrl, remembered_urls, tunnel_to_open
 from receiver.verify import Proof, ProofScheme
-from serving.http.requests import (
+from serving.http.server import (
     BodiesInFlight,
+    Server,
     host_name,
     is_loopback_name,
+    is_only_loopback,
     named_host,
     other_host,
     other_site,
 )
-from serving.http.server import Server, http_config, is_only_loopback
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -237,7 +238,7 @@ class WebhooksServer:
         page = url if is_space() else local
         print(_greeting(url, self.registered_webhooks, unproven, ends_at, page=page), flush=True)
 
-        server = Server(http_config(self.app, shutdown_seconds=self.settings.shutdown_seconds))
+        server = Server(self.app, shutdown_seconds=self.settings.shutdown_seconds)
         self._host = host
         if prevent_thread_lock or listen.is_inside_event_loop():
             self._running = server, listen.serve_in_thread(server, *sockets)

@@ -1,4 +1,4 @@
-"""Decides which requests are let in, and with which release.
+"""Decides which requests are let in, and with which release, and reads their bodies.
 
 `Admission` gives each request the live release: the release that answers new requests. A swap makes
 another release live. During a swap, the barrier of `Admission` can hold new requests back. A
@@ -9,14 +9,17 @@ meantime. All its calls come from the thread of the event loop. Nothing here cal
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.routing import APIRoute
 
+from serving.http.server import JsonRequest
 from serving.request_errors import RequestError
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
@@ -46,19 +49,13 @@ class LiveRelease:
     stands_in_for: Unserved | None = None
     """If this release is served as a substitute: the newer release that could not be served.
     Otherwise None."""
-    engine_context: int | None = None
-    """The largest number of tokens in a sequence for which the engine has memory; None if the
-    engine has enough memory for every length that the release allows."""
+    context_length: int
+    """The largest number of tokens in a sequence, counting the prompt and the new tokens: what the
+    release allows, or less if the engine does not have the memory for it."""
 
     @property
     def id(self) -> str:
         return self.release.id
-
-    @property
-    def context_length(self) -> int:
-        """The largest number of tokens in a sequence, counting the prompt and the new tokens."""
-        allowed = self.tokenizer.context_length
-        return allowed if self.engine_context is None else min(allowed, self.engine_context)
 
 
 class Admission:
@@ -69,7 +66,7 @@ class Admission:
         self._max_requests = max_requests
         self._pipeline = pipeline
         self.live: LiveRelease | None = None
-        """The release for new requests. Only `switch` changes it."""
+        """The release for new requests. Only the swapper changes it."""
         self.num_waiting = 0
         """How many requests the barrier holds back."""
         self._in_flight: Counter[str] = Counter()
@@ -137,10 +134,6 @@ class Admission:
         finally:
             self._open.set()
 
-    def switch(self, live: LiveRelease) -> None:
-        """Give the release `live` to all requests that enter from now on."""
-        self.live = live
-
     async def drained(self, release_id: str) -> None:
         """Wait until this release answers no request any more."""
         while release_id in self._in_flight:
@@ -177,3 +170,33 @@ def _bearer_of(request: Request, name: str) -> str:
     if scheme.lower() != "bearer" or not given:
         raise RequestError(401, f"{name} is needed: Authorization: Bearer …", code="missing_token")
     return given.strip()
+
+
+def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:
+    """A class of routes that first call `check`, and then read the body as JSON. They raise
+    RequestError 400 if the content type is not JSON.
+
+    `check` should raise an error if the client may not send this request. It runs first, so that
+    such a client cannot make the server parse a body.
+    """
+
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def handle_json(request: Request) -> Response:
+                await check(request)
+                # For a page of another site, a browser sends JSON only after a CORS preflight
+                # request, which this server can refuse. It sends some other types, or no type,
+                # without a preflight. So if this server accepted these, every page that its user
+                # opens could send requests to it.
+                given = request.headers.get("content-type", "")
+                kind = given.partition(";")[0].strip().lower()
+                if request.method == "POST" and kind != "application/json":
+                    reason = f"Content-Type must be application/json, not {given!r}."
+                    raise RequestError(400, reason)
+                return await handle(JsonRequest(request.scope, request.receive))
+
+            return handle_json
+
+    return JsonRoute

@@ -44,6 +44,8 @@ their own."""
 COMMENT_SECONDS = 15.0
 """Time between two comments. Proxies drop a connection that is idle for 30 to 60 seconds."""
 _COMMENT = ": waiting\n\n"
+_threads = ThreadPoolExecutor(4, thread_name_prefix="answers")
+"""Threads that tokenise prompts and render chat templates. No swap waits for these threads."""
 
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
@@ -176,7 +178,8 @@ async def events(
     # All events begin with the same text, up to the choices. Write this text only once, not for
     # each token.
     start = f'data: {json.dumps(head)[:-1]}, "choices": ['
-    includes_usage = plan.request.includes_usage
+    options = plan.request.stream_options
+    includes_usage = options is not None and options.include_usage
     end = '], "usage": null}\n\n' if includes_usage else "]}\n\n"
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
@@ -221,10 +224,6 @@ class Answers:
     settings: ServingSettings
     metrics: Metrics
     pipeline: str
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="answers")
-    )
-    """Threads that tokenise prompts and render chat templates. No swap waits for these threads."""
 
     def respond(self, request: Request, asked: SamplingRequest, make_plan: MakePlan) -> Response:
         """The answer to `request`, whose parsed body is `asked`. `make_plan` makes the plan for the
@@ -251,8 +250,7 @@ class Answers:
             ):
                 if asked.is_chat or len(await request.body()) > LARGE_BODY_BYTES:
                     # No running stream should wait for a long prompt or a slow chat template.
-                    loop = asyncio.get_running_loop()
-                    plan = await loop.run_in_executor(self.threads, make_plan, live)
+                    plan = await asyncio.wrap_future(_threads.submit(make_plan, live))
                 else:
                     plan = make_plan(live)
                 request_id = request.headers.get("x-request-id") or uuid.uuid4().hex

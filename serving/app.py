@@ -15,30 +15,31 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
+from prometheus_client import generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.admission import Admission, LiveRelease, check_api_key, check_swap_token
+from serving.admission import Admission, LiveRelease, check_api_key, check_swap_token, json_routes
 from serving.answer import Answers
 from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
+from serving.engines.settings import choose_engine
 from serving.errors import ServingError
-from serving.http.requests import LimitedBodies, json_routes, other_host
 from serving.http.server import (
+    LimitedBodies,
     Limits,
     Server,
     freeze_imports,
-    http_config,
     is_only_loopback,
     listening_socket,
+    other_host,
 )
 from serving.metrics import Metrics
 from serving.request_errors import RETRY_AFTER, RequestError, model_not_found, translated
-from serving.settings import ServingSettings, choose_engine
+from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_schemas import SwapRequest
 
@@ -55,8 +56,8 @@ MAX_OTHERS = 256
 SIGNAL_SECONDS = 1.0
 """How long the server waits for the cancellation that follows a Ctrl-C."""
 
-KEY_NEEDED = Depends(HTTPBearer(auto_error=False, description="The server's API key."))
-"""Says in the OpenAPI document that a key may be needed. The class of the route checks the key."""
+BEARER = Depends(HTTPBearer(auto_error=False, description="The API key, or the admin token."))
+"""Says in the OpenAPI document that a token may be needed. The class of the route checks it."""
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "The request has an error"}}
 """Without this, FastAPI would describe an answer 422, which no route gives."""
 
@@ -91,12 +92,8 @@ def create_app(
         pipeline=pipeline,
         metrics=metrics,
     )
-    if engine.kv_cache_usage is not None:
-        metrics.watch(
-            "kv_cache_usage_perc",
-            "KV cache in use; 1 means all of it",
-            lambda: engine.kv_cache_usage or 0.0,
-        )
+    usage = "KV cache in use; 1 means all of it"
+    metrics.watch("kv_cache_usage_perc", usage, lambda: engine.kv_cache_usage)
     api_key = None if settings.api_key is None else settings.api_key.get_secret_value()
 
     @asynccontextmanager
@@ -109,8 +106,7 @@ def create_app(
             await engine.close()
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan, responses=ERRORS)
-    known = (HTTPException, RequestValidationError, ClientDisconnect, EngineError, TimeoutError)
-    for each in known:
+    for each in (HTTPException, RequestValidationError, EngineError, TimeoutError):
         app.add_exception_handler(each, _on_error)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     if api_key is None:
@@ -130,26 +126,14 @@ def create_app(
     answers = Answers(
         engine=engine, admission=admission, settings=settings, metrics=metrics, pipeline=pipeline
     )
-    keyed = APIRouter(
-        route_class=json_routes(partial(check_api_key, key=api_key)),
-        dependencies=[KEY_NEEDED],
-    )
+    has_key = partial(check_api_key, key=api_key)
+    keyed = APIRouter(route_class=json_routes(has_key), dependencies=[BEARER])
     add_completions(keyed, answers)
     add_chat(keyed, answers)
-    _add_models(keyed, answers)
-    may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
-    admin = APIRouter(route_class=json_routes(may_swap))
-    _add_swap(admin, swapper)
-    _add_own_routes(app, engine, admission, metrics)
-    app.include_router(keyed)
-    app.include_router(admin)
-    return app
 
-
-def _add_models(router: APIRouter, answers: Answers) -> None:
     def described(live: LiveRelease) -> dict[str, Any]:
         return {
-            "id": answers.pipeline,
+            "id": pipeline,
             "object": "model",
             "created": live.live_since,
             "owned_by": "hotpush",
@@ -159,33 +143,30 @@ def _add_models(router: APIRouter, answers: Answers) -> None:
             "max_model_len": live.context_length,
         }
 
-    @router.get("/v1/models")
+    @keyed.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The live release, if there is one."""
-        live = answers.admission.live
+        live = admission.live
         return {"object": "list", "data": [described(live)] if live else []}
 
-    @router.get("/v1/models/{model:path}")
+    @keyed.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """The live release. `model` is the name of the pipeline or the id of the release."""
-        live = answers.admission.served()
-        if model not in (answers.pipeline, live.id):
-            raise model_not_found(model, answers.pipeline)
+        live = admission.served()
+        if model not in (pipeline, live.id):
+            raise model_not_found(model, pipeline)
         return described(live)
 
+    may_swap = partial(check_swap_token, admin_token=admin_token, job_may_swap=job_may_swap)
+    admin = APIRouter(route_class=json_routes(may_swap), dependencies=[BEARER])
 
-def _add_swap(router: APIRouter, swapper: Swapper) -> None:
-    token = Depends(HTTPBearer(auto_error=False, description="The admin token."))
-
-    @router.post("/admin/swap", dependencies=[token])
+    @admin.post("/admin/swap")
     async def swap(asked: SwapRequest) -> Response:
         """Make another release live. The HTTP status and the body say how the swap ended."""
         result = await swapper.swap(asked.release, asked.instead_of)
         headers = RETRY_AFTER if result.result == "deferred" else None
         return JSONResponse(result.model_dump(mode="json"), SWAP_STATUS[result.result], headers)
 
-
-def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics: Metrics) -> None:
     @app.get("/live")
     async def alive() -> Response:
         """Whether the server works. It works even while it has no release."""
@@ -217,7 +198,11 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         """The metrics of the server, in the text format of Prometheus."""
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
+
+    app.include_router(keyed)
+    app.include_router(admin)
+    return app
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
@@ -227,7 +212,7 @@ async def _on_error(_: Request, error: Exception) -> Response:
 class _KnownHosts:
     """Refuses requests over loopback whose header `Host` names another host than loopback or
     `own_host`, the address on which the server listens. A page of another site can make its own
-    host name lead to this machine (DNS rebinding, `serving/http/requests.py`), and could then read
+    host name lead to this machine (DNS rebinding, `serving/http/server.py`), and could then read
     the answers."""
 
     def __init__(self, app: ASGIApp, *, own_host: str) -> None:
@@ -259,18 +244,11 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
     with bind(settings) as listener:
         host, port = listener.getsockname()[:2]
         print(f"serving on http://{host}:{port}", flush=True)
-        server = Server(
-            http_config(
-                app,
-                shutdown_seconds=SHUTDOWN_SECONDS,
-                limits=Limits(
-                    max_connections=settings.max_queue + MAX_OTHERS,
-                    reading_seconds=READING_SECONDS,
-                ),
-                # `_serve` runs the lifespan itself: uvicorn would print a traceback for an error.
-                lifespan="off",
-            )
+        limits = Limits(
+            max_connections=settings.max_queue + MAX_OTHERS, reading_seconds=READING_SECONDS
         )
+        # `_serve` runs the lifespan itself: uvicorn would print a traceback for an error.
+        server = Server(app, shutdown_seconds=SHUTDOWN_SECONDS, limits=limits, lifespan="off")
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             try:
                 runner.run(_serve(app, settings, server, listener))
@@ -333,6 +311,6 @@ def bind(settings: ServingSettings) -> socket.socket:
         raise ServingError(f"no address was found for {settings.host}: {error}") from None
     except OSError as error:
         raise ServingError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another "
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another "
             "port with --port or [serving] port"
         ) from None

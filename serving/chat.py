@@ -26,7 +26,7 @@ from pydantic_core import from_json
 
 from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
-from serving.chat_template import ChatTemplateError, Conversation, ConversationError, normalise
+from serving.chat_template import ChatTemplateError, ConversationError, normalise
 from serving.completions import encode_prompt, make_generations
 from serving.detokenizer import Delta, overlap
 from serving.engine import Grammar
@@ -37,7 +37,7 @@ from serving.openai_schemas import (
     FewItems,
     Part,
     SamplingRequest,
-    schema_text,
+    json_grammar,
 )
 from serving.request_errors import invalid
 
@@ -65,41 +65,6 @@ class Tool(Part, extra="allow"):
     function: Function
 
 
-class FunctionName(Part):
-    name: str
-
-
-class NamedTool(Part):
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
-def _with_readable_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """As in vLLM, the arguments of an earlier call that are no JSON object count as none. They are
-    not an error: all later requests of the conversation contain the same call, so they would all be
-    refused."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_readable(call) for call in calls]}
-
-
-def _readable(call: Any) -> Any:
-    match call:
-        case {"function": {"arguments": given} as function} if not _is_object(given):
-            return {**call, "function": {**function, "arguments": {}}}
-    return call
-
-
-def _is_object(arguments: object) -> bool:
-    if isinstance(arguments, str):
-        try:
-            arguments = from_json(arguments, allow_inf_nan=False)
-        except ValueError:
-            return False
-    return isinstance(arguments, dict)
-
-
 class ChatRequest(SamplingRequest):
     """The request body: messages, tools, and all fields of `SamplingRequest`."""
 
@@ -120,12 +85,12 @@ class ChatRequest(SamplingRequest):
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to those that the template writes."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """More variables for the template."""
+    """More variables for the template. Those that the server itself sets stay what they are."""
     reasoning_effort: str | None = None
     """A variable that some templates use. It also sets the variable `enable_thinking`: to false for
     `none`, and to true for other values."""
     tools: Annotated[list[Tool], FewItems] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     """null means `auto`."""
     parallel_tool_calls: bool | None = None
     """false allows at most one call of a tool. null means true."""
@@ -134,21 +99,13 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _variables_are_no_fields(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
-        for name in ("messages", "tools", "documents", "add_generation_prompt", "chat_template"):
-            if kwargs and name in kwargs:
-                raise ValueError(f"{name} is no variable that a request may set here")
-        return kwargs
-
     @field_validator("tool_choice")
     @classmethod
     def _choice_is_among_the_tools(
-        cls, choice: str | NamedTool | None, info: ValidationInfo
-    ) -> str | NamedTool | None:
+        cls, choice: str | Tool | None, info: ValidationInfo
+    ) -> str | Tool | None:
         names = [tool.function.name for tool in info.data.get("tools") or ()]
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
+        if isinstance(choice, Tool) and choice.function.name not in names:
             raise ValueError(f"{choice.function.name!r} is none of the tools of this request")
         if choice == "required" and not names:
             raise ValueError("there are no tools to choose from")
@@ -171,17 +128,11 @@ class ChatRequest(SamplingRequest):
         """The tools of which the model must call one; empty if the model may also answer with
         text."""
         choice = self.tool_choice
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, Tool):
             return [
                 each for each in self.offered_tools if each.function.name == choice.function.name
             ]
         return self.offered_tools if choice == "required" else []
-
-    @property
-    def conversation(self) -> Conversation:
-        """What the chat template gets. Raises ConversationError."""
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.offered_tools]
-        return normalise([_with_readable_calls(each) for each in self.messages], tools)
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -219,7 +170,7 @@ class ChatPlan(Plan):
         if not (said or part.tokens or part.finish_reason is not None):
             return None
         # If the request names the tool to call, the finish reason is "stop", as in OpenAI and vLLM.
-        is_named = isinstance(self.request.tool_choice, NamedTool)
+        is_named = isinstance(self.request.tool_choice, Tool)
         is_call = part.finish_reason == "stop" and calls and not is_named
         return {
             "index": index,
@@ -263,7 +214,7 @@ def plan_chat(request: ChatRequest, live: LiveRelease) -> ChatPlan:
         format = FORCED if request.forced_tools else format_of(live.tokenizer.chat_template.source)
         names = {tool.function.name for tool in request.offered_tools}
         readers = [ToolCallReader(format, names) for _ in range(request.n)]
-        if live.tokenizer.is_special(format.begin):
+        if live.tokenizer.tokenizer.token_to_id(format.begin) in live.tokenizer.special_ids:
             request = request.model_copy(update={"skip_special_tokens": False})
     generations = make_generations(request, live, prompt, "messages")
     if request.forced_tools:
@@ -294,8 +245,13 @@ def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
         options["reasoning_effort"] = request.reasoning_effort
         options["enable_thinking"] = request.reasoning_effort != "none"
     options |= request.chat_template_kwargs or {}
+    tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
     try:
-        text = template.render(request.conversation, **options)
+        # As in vLLM, the arguments of an earlier call that are no JSON object count as none. They
+        # are not an error: all later requests of the conversation contain the same call, so they
+        # would all be refused.
+        conversation = normalise(request.messages, tools, must_be_readable=False)
+        text = template.render(conversation, **options)
     except ConversationError as error:
         raise invalid("messages", str(error)) from None
     except ChatTemplateError as error:
@@ -476,8 +432,7 @@ def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
         for number, tool in enumerate(tools)
     }
     # Compact: small models can go on with whitespace until there are no tokens left.
-    text = schema_text({**schema, "$defs": arguments}, whitespace_flexible=False)
-    return Grammar(kind="json_schema", text=text, param="tool_choice")
+    return json_grammar({**schema, "$defs": arguments}, "tool_choice", whitespace_flexible=False)
 
 
 def _with_root(schema: Any, root: str) -> Any:

@@ -40,9 +40,7 @@ FIELDS = (
 """The fields of a message that chat templates read. Others, such as `id` and `timestamp`, are left
 out."""
 _TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
     "thinking": "thinking",
 }
@@ -73,8 +71,11 @@ class Conversation:
     """Each of the form `{"type": "function", "function": {"name": …, …}}`."""
 
 
-def normalise(messages: object, tools: object = None) -> Conversation:
-    """The conversation in its one form. Raises ConversationError.
+def normalise(
+    messages: object, tools: object = None, *, must_be_readable: bool = True
+) -> Conversation:
+    """The conversation in its one form. Raises ConversationError. Without `must_be_readable`,
+    arguments of calls that are no JSON object count as none.
 
     - Arrow fills in null for each key that another row has: such keys are left out, at any depth.
       But a null in arguments that are JSON text is kept, because somebody has written it there.
@@ -86,7 +87,10 @@ def normalise(messages: object, tools: object = None) -> Conversation:
     The one form of a conversation in its one form is this form.
     """
     return Conversation(
-        messages=tuple(_message(*each) for each in enumerate(_objects(messages, "messages"), 1)),
+        messages=tuple(
+            _message(number, each, must_be_readable)
+            for number, each in enumerate(_objects(messages, "messages"), 1)
+        ),
         tools=tuple(_tool(tool) for tool in _objects(tools, "tools")),
     )
 
@@ -327,14 +331,15 @@ def _decoded(text: str, name: str) -> Any:
         raise ConversationError(f"`{name}` is text that is not JSON ({error})") from None
 
 
-def _message(number: int, message: dict[str, Any]) -> Message:
+def _message(number: int, message: dict[str, Any], must_be_readable: bool) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ConversationError(f"message {number} has no `role`")
     try:
-        calls = [_call(each) for each in _objects(message.get("tool_calls"), "tool_calls")]
+        given = [*_objects(message.get("tool_calls"), "tool_calls")]
         if legacy := message.get("function_call"):
-            calls.append(_call({"function": legacy}))
+            given.append({"function": legacy})
+        calls = [_call(each, must_be_readable) for each in given]
         content = _content(message.get("content"))
     except ConversationError as error:
         raise ConversationError(f"message {number} ({role}): {error}") from None
@@ -365,16 +370,21 @@ def _text(part: object) -> str:
     return text
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
+def _call(call: dict[str, Any], must_be_readable: bool) -> dict[str, Any]:
     function = call.get("function", call)
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
         raise ConversationError(f"the call {call!r} names no function")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _decoded(arguments, "arguments")
-    if not isinstance(arguments, dict | None):
-        raise ConversationError(f"the arguments of {name!r} are {arguments!r}, not an object")
+    try:
+        if isinstance(arguments, str):
+            arguments = _decoded(arguments, "arguments")
+        if not isinstance(arguments, dict | None):
+            raise ConversationError(f"the arguments of {name!r} are {arguments!r}, not an object")
+    except ConversationError:
+        if must_be_readable:
+            raise
+        arguments = {}
     named = {"id": call["id"]} if call.get("id") else {}
     text = json.dumps(arguments or {}, ensure_ascii=False)
     return {**named, "type": "function", "function": {"name": name, "arguments": text}}

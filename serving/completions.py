@@ -12,7 +12,7 @@ from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
 from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
-from serving.openai_schemas import MIN_SEED, CompletionRequest, SamplingRequest
+from serving.openai_schemas import MIN_SEED, SAMPLING_FIELDS, CompletionRequest, SamplingRequest
 from serving.request_errors import RequestError, invalid
 from serving.tokenizer import ReleaseTokenizer
 
@@ -215,11 +215,8 @@ def make_generations(
     check_token_ids(live, allowed or (), "allowed_token_ids")
     if not request.ignore_eos:
         stop_token_ids += tokenizer.eos_token_ids
-    if request.min_tokens and len(set(stop_token_ids)) >= tokenizer.vocab_size:
-        # No token could be the first one. An engine would choose one of the forbidden tokens.
-        reason = "every token of the vocabulary ends the text; give fewer stop_token_ids"
-        raise invalid("min_tokens", reason)
-    sampling: dict[str, Any] = {**tokenizer.sampling_defaults, **request.sampling}
+    own = request.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    sampling: dict[str, Any] = {**tokenizer.sampling_defaults, **own}
     default = sampling.pop("max_tokens", room)
     most = min(room, default) if max_tokens is None else max_tokens
     # A `top_k` of the vocabulary's size or more limits nothing. Replace it by 0, because some
@@ -236,6 +233,7 @@ def make_generations(
         stop_token_ids=stop_token_ids,
         allowed_token_ids=None if allowed is None else tuple(set(allowed)),
         grammar=request.grammar,
+        tokenizer=tokenizer.tokenizer,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,
         # With stop strings, look at each token at once: tokens that the engine generates after a

@@ -2,19 +2,17 @@
 
 An engine holds releases under their ids, takes the token ids of a prompt, and generates token ids
 with the release that the server names. The server itself handles tokenizers, stop strings,
-admission and the order of a swap. `measure_probe` compares what an engine computes with what a job
-has computed.
+admission and the order of a swap.
 """
 
-import asyncio
-import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, Protocol
 
-from serving.weights.release import Probe, Release
+from tokenizers import Tokenizer
+
+from serving.weights.release import Release
 
 MIN_LOGPROB = -9999.0
 """The smallest logprob that an engine reports, as in vLLM. A token can have the probability 0, but
@@ -73,6 +71,8 @@ class Generation:
     grammar: Grammar | None = None
     """If this is set, a stop token is generated only where the text may end. Where the text is
     complete and nothing can follow, the sequence ends with `stop`, even without a stop token."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer of the release, for which the grammar is compiled. Set if `grammar` is set."""
     num_logprobs: int | None = None
     """How many of the most probable tokens to report for each new token. With 0, only the logprob
     of the new token itself is reported; with None, no logprobs at all."""
@@ -128,14 +128,6 @@ class Step:
     """How often the sequence was preempted (lost its memory in the engine) since the last step."""
 
 
-class StageError(Exception):
-    """The engine could not load a release. The person who asked for the swap gets `reasons`."""
-
-    def __init__(self, *reasons: str) -> None:
-        super().__init__("; ".join(reasons))
-        self.reasons = reasons
-
-
 class EngineError(Exception):
     """The engine failed. A request that needs the engine gets 503."""
 
@@ -157,18 +149,10 @@ class Engine(Protocol):
     holds_two: bool
     """Whether the engine can generate with two releases at the same time. If not, `commit` replaces
     the weights of the live release, so the server first waits until running requests have ended."""
-    checks_digests: bool
-    """Whether `stage` checks each tensor that it reads against its digest in the manifest. If not,
-    the server checks all shards before `stage`."""
-    commit_seconds: float | None
-    """Time limit of each commit: of the commit of a new release, and of the commit of the old
-    release after a failed swap. None means that the limit is `barrier_seconds` in the server's
-    settings."""
 
     @property
-    def kv_cache_usage(self) -> float | None:
-        """The share of the KV cache that running sequences use, from 0 to 1. None if the engine
-        never knows it."""
+    def kv_cache_usage(self) -> float:
+        """The share of the KV cache that running sequences use, from 0 to 1."""
 
     @property
     def failure(self) -> str | None:
@@ -183,10 +167,11 @@ class Engine(Protocol):
 
     async def stage(self, release: Release, folder: Path) -> None:
         """Load `release` from `folder`, while the live release stays loaded and its running
-        requests continue without a delay.
+        requests continue without a delay. Each tensor that is read is checked against its digest in
+        the manifest.
 
-        Raises StageError if `release` cannot be loaded, and EngineError if the engine has failed.
-        The engine has then freed all memory that it took for `release`.
+        Raises ReleaseError if `release` cannot be loaded, and EngineError if the engine has
+        failed. The engine has then freed all memory that it took for `release`.
         """
 
     def dtype_of(self, release: Release) -> str:
@@ -201,8 +186,7 @@ class Engine(Protocol):
         """Let generations use this release from now on. The release is staged, or it was committed
         before and is not unloaded (a swap failed, and the old release must be used again).
 
-        `stage` must already have found every error that it can find. This call is fast, except in
-        the SGLang engine, where SGLang reads the weights during the commit.
+        `stage` must already have found every error that it can find. This call is fast.
 
         If `holds_two` is true, generations may also use the release that was committed before,
         until it is unloaded. New requests get that release until the new one has passed its probe,
@@ -222,50 +206,3 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End all generations and free all memory and processes."""
-
-
-async def measure_probe(
-    engine: Engine, release_id: str, probe: Probe, bound: float
-) -> tuple[float, list[str]]:
-    """Compute the logprob of each token in each text of `probe`, given the tokens before it, and
-    compare it with the logprob of the job. Returns the largest absolute difference (infinite if a
-    logprob is not finite or is missing), and a reason for each text with one above `bound`.
-
-    Only this shows that the engine computes with all weights of the release. If the engine only
-    reports success, this is no proof. Raises EngineError.
-    """
-    scoring = [
-        asyncio.create_task(_score(engine, release_id, text.token_ids)) for text in probe.texts
-    ]
-    try:
-        scored = await asyncio.gather(*scoring)
-    finally:  # after an error, the engine must not go on with the other texts
-        for task in scoring:
-            task.cancel()
-        await asyncio.gather(*scoring, return_exceptions=True)
-    largest, reasons = 0.0, []
-    for number, (text, found) in enumerate(zip(probe.texts, scored, strict=True), start=1):
-        pairs = list(zip_longest(text.logprobs, found, fillvalue=math.nan))
-        differences = [
-            abs(there - here) if math.isfinite(there) and math.isfinite(here) else math.inf
-            for there, here in pairs
-        ]
-        worst = max(differences, default=0.0)
-        largest = max(largest, worst)
-        if worst > bound:
-            place = differences.index(worst)
-            there, here = pairs[place]
-            reasons.append(
-                # The first token of a text has no logprob, so the first logprob is token 2's.
-                f"probe text {number}, token {place + 2}: logprob {here:.5f} instead of "
-                f"{there:.5f}; they may differ by at most {bound:g}"
-            )
-    return largest, reasons
-
-
-async def _score(engine: Engine, release_id: str, token_ids: tuple[int, ...]) -> list[float]:
-    generation = Generation(prompt=token_ids, max_tokens=0, temperature=0.0, num_prompt_logprobs=0)
-    logprobs: list[float] = []
-    async for step in engine.generate(release_id, generation):
-        logprobs += [each.logprob for each in step.prompt_logprobs or ()]
-    return logprobs

@@ -6,12 +6,16 @@ The metrics of requests have the names and buckets of vLLM 0.32 (`vllm/v1/metric
 
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 
 from serving.detokenizer import Delta
 from serving.engine import Waits
 from serving.swap_schemas import SwapResult
+
+M = TypeVar("M", bound=MetricWrapperBase)
 
 # The upper bounds of the buckets: `_TOKENS` in tokens, the others in seconds.
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -56,7 +60,7 @@ class Metrics:
     """
 
     def __init__(self, model_name: str) -> None:
-        registry = self._registry = CollectorRegistry()
+        registry = self.registry = CollectorRegistry()
         self._live = Gauge(
             "serving_release_live", "1 for the live release", ["release"], registry=registry
         )
@@ -71,16 +75,11 @@ class Metrics:
             registry=registry,
         )
         self._labels = labels = {"model_name": model_name, "engine": "0"}
-        self.running = self._gauge("num_requests_running", "Sequences that have a token")
-        self.waiting = self._gauge("num_requests_waiting", "Sequences without a token")
-        self.counters = {
-            name: Counter(f"vllm:{name}", text, labels, registry=registry).labels(**labels)
-            for name, text in _COUNTERS.items()
-        }
+        self.running = self._vllm(Gauge, "num_requests_running", "Sequences that have a token")
+        self.waiting = self._vllm(Gauge, "num_requests_waiting", "Sequences without a token")
+        self.counters = {name: self._vllm(Counter, name, text) for name, text in _COUNTERS.items()}
         self.histograms = {
-            name: Histogram(
-                f"vllm:{name}", text, labels, buckets=buckets, registry=registry
-            ).labels(**labels)
+            name: self._vllm(Histogram, name, text, buckets=buckets)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         success = Counter(
@@ -97,11 +96,11 @@ class Metrics:
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Add a metric with this name of vLLM: what `value` returns when the metrics are read."""
-        self._gauge(name, text).set_function(value)
+        self._vllm(Gauge, name, text).set_function(value)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(f"vllm:{name}", text, self._labels, registry=self._registry)
-        return gauge.labels(**self._labels)
+    def _vllm(self, kind: type[M], name: str, text: str, **options: Any) -> M:
+        metric = kind(f"vllm:{name}", text, self._labels, registry=self.registry, **options)
+        return metric.labels(**self._labels)
 
     def count_swap(self, result: SwapResult) -> None:
         """Count a swap that has ended, and the time of each of its phases."""
@@ -111,10 +110,6 @@ class Metrics:
         if result.result == "live":
             self._live.clear()
             self._live.labels(result.release).set(1)
-
-    def render(self) -> bytes:
-        """The metrics in the text format of Prometheus."""
-        return generate_latest(self._registry)
 
 
 class RequestTimes:
@@ -142,46 +137,32 @@ class RequestTimes:
     def add(self, index: int, delta: Delta, num_prompt: int) -> None:
         """Record the next delta of the sequence with this index, whose prompt has `num_prompt`
         tokens."""
-        now = time.perf_counter()
-        metrics, before = self._metrics, self._before.get(index)
+        now, metrics, histograms = time.perf_counter(), self._metrics, self._metrics.histograms
+        before = self._before.get(index)
         if before is None:
-            self._begin(index, now, delta, num_prompt)
+            self._begun[index] = now, delta.waits
+            self.num_cached[index] = delta.num_cached_tokens
+            self._num_waiting -= 1
+            metrics.waiting.dec()
+            metrics.running.inc()
+            histograms["time_to_first_token_seconds"].observe(now - self._started)
+            metrics.counters["prompt_tokens"].inc(num_prompt)
+            metrics.counters["prefix_cache_queries"].inc(num_prompt)
+            metrics.counters["prefix_cache_hits"].inc(delta.num_cached_tokens)
         else:
             for _ in range(delta.num_tokens):
                 interval = (now - before) / delta.num_tokens
-                metrics.histograms["inter_token_latency_seconds"].observe(interval)
+                histograms["inter_token_latency_seconds"].observe(interval)
         self._before[index] = now
         self.num_new[index] += delta.num_tokens
         metrics.counters["generation_tokens"].inc(delta.num_tokens)
         metrics.counters["num_preemptions"].inc(delta.num_preemptions)
-        if delta.finish_reason is not None:
-            self._end(index, now, delta.finish_reason, num_prompt)
-
-    def end(self) -> None:
-        """Stop counting the sequences that have not ended. Only the first call has an effect."""
-        self._metrics.running.dec(len(self._before))
-        self._before.clear()
-        self._metrics.waiting.dec(self._num_waiting)
-        self._num_waiting = 0
-
-    def _begin(self, index: int, now: float, delta: Delta, num_prompt: int) -> None:
-        self._begun[index] = now, delta.waits
-        self.num_cached[index] = delta.num_cached_tokens
-        metrics = self._metrics
-        self._num_waiting -= 1
-        metrics.waiting.dec()
-        metrics.running.inc()
-        metrics.histograms["time_to_first_token_seconds"].observe(now - self._started)
-        metrics.counters["prompt_tokens"].inc(num_prompt)
-        metrics.counters["prefix_cache_queries"].inc(num_prompt)
-        metrics.counters["prefix_cache_hits"].inc(delta.num_cached_tokens)
-
-    def _end(self, index: int, now: float, finish_reason: str, num_prompt: int) -> None:
+        if delta.finish_reason is None:
+            return
         del self._before[index]
         begun, waits = self._begun[index]
-        self._metrics.running.dec()
-        self._metrics.ended[finish_reason].inc()
-        histograms = self._metrics.histograms
+        metrics.running.dec()
+        metrics.ended[delta.finish_reason].inc()
         histograms["e2e_request_latency_seconds"].observe(now - self._started)
         histograms["request_decode_time_seconds"].observe(now - begun)
         if waits is not None:
@@ -189,3 +170,10 @@ class RequestTimes:
             histograms["request_prefill_time_seconds"].observe(waits.prefill_seconds)
         histograms["request_prompt_tokens"].observe(num_prompt)
         histograms["request_generation_tokens"].observe(self.num_new[index])
+
+    def end(self) -> None:
+        """Stop counting the sequences that have not ended. Only the first call has an effect."""
+        self._metrics.running.dec(len(self._before))
+        self._before.clear()
+        self._metrics.waiting.dec(self._num_waiting)
+        self._num_waiting = 0

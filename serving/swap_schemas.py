@@ -19,8 +19,7 @@ class _Record(BaseModel):
 
 class SwapRequest(_Record):
     release: str
-    """The id of a release of the pipeline, or the path of its folder. A relative path is relative
-    to the folder of the pipeline's releases."""
+    """The id of a release of the pipeline."""
     instead_of: tuple[str | None, ...] | None = None
     """Swap only if the release that was chosen last is one of these (None: no release); otherwise
     the result is `superseded`. A job names the release that its weights were trained from."""
@@ -78,9 +77,7 @@ def request_swap(
 
     response = httpx.post(
         f"{server_url.rstrip('/')}/admin/swap",
-        json=SwapRequest(
-            release=release, instead_of=None if instead_of is None else tuple(instead_of)
-        ).model_dump(),
+        json={"release": release, "instead_of": instead_of and list(instead_of)},
         headers={"Authorization": f"Bearer {admin_token}"} if admin_token is not None else {},
         timeout=httpx.Timeout(CONNECT_SECONDS, read=ANSWER_SECONDS),
         trust_env=False,

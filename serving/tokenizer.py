@@ -13,16 +13,12 @@ from serving.chat_template import PROMPT_DATE, ChatTemplate
 from serving.errors import ReleaseError
 from serving.openai_schemas import SAMPLING_FIELDS, CompletionRequest
 from serving.weights import network
-from serving.weights.index import INDEX_FILES, is_shard_name
-from serving.weights.release import FileEntry, Release, faults_in, read_json
+from serving.weights.release import faults_in, read_json
 
 REPLACEMENT = "\ufffd"
 _SPACES = ("\u0120", "\u2581", " ")
 """How tokenizers write a space: byte-level ones, those of SentencePiece, and others."""
 
-_MANY_TOKENS = 1024
-"""If there are more tokens, they are decoded without the GIL. For fewer tokens, this would take
-longer than with the GIL."""
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """The files of older tokenizers, which `transformers` converts."""
 
@@ -63,13 +59,7 @@ class ReleaseTokenizer:
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
     ) -> str:
         """The text of `token_ids`, by default without special tokens."""
-        if len(token_ids) <= _MANY_TOKENS:
-            text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        else:
-            # `decode` would keep the GIL, so no other thread could run.
-            (text,) = self.tokenizer.decode_batch(
-                [list(token_ids)], skip_special_tokens=skip_special_tokens
-            )
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return str(text)
 
     @cached_property
@@ -78,10 +68,6 @@ class ReleaseTokenizer:
         default."""
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
-
-    def is_special(self, text: str) -> bool:
-        """Whether `text` is a special token, which `decode` leaves out by default."""
-        return self.tokenizer.token_to_id(text) in self.special_ids
 
     def token_text(self, token_id: int) -> str:
         """The text of one token for `logprobs`: the text that it adds after other tokens. Special
@@ -98,16 +84,6 @@ class ReleaseTokenizer:
         return text
 
 
-def tokenizer_files(release: Release) -> dict[str, FileEntry]:
-    """The files from which a tokenizer may be made: all files of the release except weights and
-    Markdown files. Releases in which these files are equal have equal tokenizers."""
-    return {
-        name: entry
-        for name, entry in release.files.items()
-        if not (is_shard_name(name) or name in INDEX_FILES or name.endswith(".md"))
-    }
-
-
 def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     """The tokenizer of a release or checkpoint folder, with the sizes and defaults that its config
     files set. Raises ReleaseError if a file is missing or wrong, or if the tokenizer has token ids
@@ -118,12 +94,6 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     tokenizer = _open_tokenizer(folder, settings)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     context_length, vocab_size = _sizes(folder, config)
-    if vocab_size is None:
-        vocab_size = 1 + max(ids.values(), default=-1)
-    if not isinstance(context_length, int) or context_length < 1:
-        raise ReleaseError("config.json: max_position_embeddings is not a positive number")
-    if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ReleaseError("config.json: vocab_size is not a positive number")
     chat_template = load_chat_template(folder, settings)
     _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
     eos_token = _token_name(settings.get("eos_token"))
@@ -149,18 +119,19 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     return settings | read_json(folder / "special_tokens_map.json")
 
 
-def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
-    """The largest number of tokens in a sequence, and the size of the vocabulary.
+def _sizes(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """The largest number of tokens in a sequence, and the size of the vocabulary. Raises
+    ReleaseError.
 
     `transformers`, which takes seconds to import, is needed only if the config does not contain
     these numbers, because they are the defaults of the architecture or have other names.
     """
     context = config.get("max_position_embeddings", config.get("n_positions"))
     vocab_size = config.get("vocab_size")
-    if (context is None or vocab_size is None) and "model_type" in config:
-        whole = network.load_config(folder)
-        return network.context_length(whole), whole.get_text_config().vocab_size
-    return context, vocab_size
+    if isinstance(context, int) and isinstance(vocab_size, int):
+        return context, vocab_size
+    whole = network.load_config(folder)
+    return network.context_length(whole), whole.get_text_config().vocab_size
 
 
 def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
@@ -175,23 +146,18 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     # If a file cannot be read, `tokenizers` and `transformers` raise many types of exceptions,
     # including Exception itself.
     try:
-        if path.is_file():
-            tokenizer = _without_limits(Tokenizer.from_file(str(path)))
-            if _satisfies_settings(tokenizer, settings):
-                return tokenizer
-        from transformers import AutoTokenizer
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+        if tokenizer is None or not _satisfies_settings(tokenizer, settings):
+            from transformers import AutoTokenizer
 
-        # Without `trust_remote_code=False`, `transformers` would ask on the terminal whether code
-        # of the release may run.
-        found = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        return _without_limits(found.backend_tokenizer)
+            # Without `trust_remote_code=False`, `transformers` would ask on the terminal whether
+            # code of the release may run.
+            found = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+            tokenizer = found.backend_tokenizer
     except Exception as error:
         raise ReleaseError(f"{path.name}: cannot be read: {error}") from error
-
-
-def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -200,6 +166,7 @@ def _without_limits(tokenizer: Tokenizer) -> Tokenizer:
 def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
     """Whether `tokenizer`, which is made from tokenizer.json alone, does all that `settings`, the
     content of tokenizer_config.json, asks for."""
+    tokenizer.no_padding()
     kind, shown = str(settings.get("tokenizer_class")), "a"
     if tokenizer.normalizer is not None:
         shown = tokenizer.normalizer.normalize_str(shown)
@@ -263,12 +230,8 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
     except UnicodeDecodeError as error:
         raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
     if isinstance(source, list):
-        try:
-            source = {each["name"]: each["template"] for each in source}.get("default")
-        except (TypeError, KeyError):
-            raise ReleaseError(
-                "tokenizer_config.json: chat_template is no list of objects with name and template"
-            ) from None
+        named = [each for each in source if isinstance(each, dict)]
+        source = next((each["template"] for each in named if each.get("name") == "default"), None)
     if not isinstance(source, str):
         return None
     special = {
@@ -288,20 +251,15 @@ def end_of_sequence_ids(
 
     As in vLLM, the tokenizer's token is added to the others. A base model that was trained on
     conversations often keeps its config, and then only the tokenizer names the token that ends a
-    message. Ids for which the network has no embedding, such as -1, are left out, because the
-    network cannot generate these tokens. Raises ReleaseError for a value that is no id.
+    message. What is no id for which the network has an embedding, such as -1, is left out, because
+    the network cannot generate such a token.
     """
-    file, named = "generation_config.json", generation.get("eos_token_id")
+    named = generation.get("eos_token_id")
     if named is None:
-        file, named = "config.json", config.get("eos_token_id")
+        named = config.get("eos_token_id")
     found = [of_tokenizer, *(named if isinstance(named, list) else [named])]
-    try:
-        ids = dict.fromkeys(int(each) for each in found if each is not None)
-    except (TypeError, ValueError, OverflowError):
-        raise ReleaseError(
-            f"{file}: eos_token_id is {named!r}, which is neither a token id nor a list of such ids"
-        ) from None
-    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
+    ids = [each for each in found if isinstance(each, int) and 0 <= each < vocab_size]
+    return tuple(dict.fromkeys(ids))
 
 
 def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from serving.weights.index import BIN_INDEX_FILE
+from serving.weights.release import BIN_INDEX_FILE
 from tests.serving_fixtures import byte_tokenizer
 from tests.torch_engine_fixtures import build, llama_config
 

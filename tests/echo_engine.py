@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from serving.engine import EngineError, Generation, Step, TokenLogprob
-from serving.engines.sglang_engine import refuse_constraints
+from serving.engine import EngineError, Generation, GenerationRefused, Step, TokenLogprob
+from serving.errors import ReleaseError
 from serving.weights.release import Release, read_json
+from serving.weights.verify import verify_shards
 
 EnginePhase = Literal["stage", "commit", "unload", "generate", "step", "turn"]
 
@@ -35,9 +36,7 @@ class _Resident:
 
 
 class EchoEngine:
-    checks_digests = False
-    commit_seconds: float | None = None
-    kv_cache_usage: float | None = None
+    kv_cache_usage = 0.0
 
     def __init__(self, *, holds_two: bool = True, step_seconds: float = 0.0) -> None:
         self.holds_two = holds_two
@@ -77,6 +76,8 @@ class EchoEngine:
         limit = 2
         if len(self._residents) >= limit:
             raise EngineError(f"asked to hold a third release beside {sorted(self._residents)}")
+        if faults := verify_shards(folder, release):
+            raise ReleaseError(*faults)
         key = weights_key(digests_of(release))
         if self.keeps_old_head and self._live is not None:
             key = self._residents[self._live].key
@@ -109,7 +110,7 @@ class EchoEngine:
         self._free_ended(release_id)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
-        refuse_constraints(generation, "echo")
+        _refuse_constraints(generation)
         resident = self._residents.get(release_id)
         is_nameable = release_id in self._committed if self.holds_two else release_id == self._live
         if resident is None or not is_nameable:
@@ -178,6 +179,14 @@ class EchoEngine:
 
 def digests_of(release: Release) -> dict[str, str]:
     return {name: entry.digest for name, entry in release.tensors.items()}
+
+
+def _refuse_constraints(generation: Generation) -> None:
+    param = "allowed_token_ids" if generation.allowed_token_ids is not None else None
+    if generation.grammar is not None:
+        param = generation.grammar.param
+    if param is not None:
+        raise GenerationRefused("not supported by the engine echo; leave it out", param=param)
 
 
 def weights_key(digests: Mapping[str, str]) -> bytes:

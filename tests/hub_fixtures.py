@@ -31,7 +31,7 @@ from pipeline.hub.database import repositories as table
 from pipeline.hub.repositories import Repository, RepositoryName, repository_name
 from pipeline.hub.service import Remarks, folder_of
 from pipeline.hub.settings import HubSettings
-from serving.http.server import Limits, Server, http_config
+from serving.http.server import Limits, Server
 from tests.jobs_fixtures import until as wait_until
 
 TOKEN = "hub-token-for-tests"
@@ -204,7 +204,7 @@ def running_hub(
             needed_commits=needed_commits,
             remarks_on=remarks_on,
         )
-        server = Server(http_config(around(app), shutdown_seconds=10, limits=limits, lifespan="on"))
+        server = Server(around(app), shutdown_seconds=10, limits=limits, lifespan="on")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

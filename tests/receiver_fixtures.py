@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from jobs.store import JobStore
 from receiver import listen
-from serving.http.server import Server, http_config
+from serving.http.server import Server
 
 SECRET = {"X-Webhook-Secret": "s3cret"}
 
@@ -34,7 +34,7 @@ def serve() -> Iterator[Callable[[ASGIApp], str]]:
         def start(app: ASGIApp) -> str:
             listening = listen.bind("127.0.0.1", 0)
             url = listen.url_of(listening, "127.0.0.1")
-            server = Server(http_config(app, shutdown_seconds=10))
+            server = Server(app, shutdown_seconds=10)
             thread: threading.Thread = listen.serve_in_thread(server, listening)
 
             def stop() -> None:

@@ -12,10 +12,12 @@ import torch
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from serving.admission import LiveRelease
 from serving.app import bind, create_app
 from serving.engine import Engine
-from serving.http.server import Limits, Server, http_config
+from serving.http.server import Limits, Server
 from serving.settings import ServingSettings
+from serving.tokenizer import load_tokenizer
 from serving.weights.publish import MAX_SHARD_BYTES, publish_state_dict
 from serving.weights.release import Lineage, Probe, ProbeText, Release, tensor_digest
 from tests.echo_engine import EchoEngine, echo_logprobs
@@ -134,6 +136,17 @@ def network_release(pipeline_dir: Path, seed: int) -> Release:
         return publish_state_dict(pipeline_dir, state, files_dir=files_dir)
 
 
+def live_release(release: Release, folder: Path) -> LiveRelease:
+    tokenizer = load_tokenizer(folder)
+    return LiveRelease(
+        release=release,
+        folder=folder,
+        tokenizer=tokenizer,
+        context_length=tokenizer.context_length,
+        live_since=0,
+    )
+
+
 def echo_app(
     pipeline_dir: Path,
     engine: Engine | None = None,
@@ -157,7 +170,7 @@ def echo_app(
 def running(app: FastAPI, limits: Limits | None = None) -> Iterator[str]:
     """A real server on a free port, for the block; its URL."""
     listener = bind(ServingSettings(port=0))
-    server = Server(http_config(app, shutdown_seconds=10, limits=limits, lifespan="on"))
+    server = Server(app, shutdown_seconds=10, limits=limits, lifespan="on")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

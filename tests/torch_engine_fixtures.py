@@ -18,9 +18,8 @@ from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.generic import TransformersRunner
 from serving.engines.torch_engine.sequence import EngineSequence
-from serving.weights.index import read_header
 from serving.weights.publish import publish_state_dict
-from serving.weights.release import Release
+from serving.weights.release import Release, read_header
 
 VOCAB = 211
 COMMON = {

@@ -35,8 +35,8 @@ from pipeline.stack.record import running_settings
 from pipeline.stack.services import server_state
 from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
+from serving.engines.settings import choose_engine
 from serving.errors import ReleaseError, SwapAnswerError
-from serving.settings import choose_engine
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights import release_store
 from serving.weights.publish import publish_folder
@@ -44,13 +44,12 @@ from serving.weights.release import Release
 from serving.weights.release_store import (
     clear_pending,
     list_releases,
-    live_releases,
     load_release,
     pending_release,
+    readable_served,
     release_ids,
     release_number,
     served_release,
-    served_release_id,
     set_pending,
 )
 from serving.weights.verify import verify_release
@@ -163,7 +162,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         parent = None
     # Choose only a release that is older than the served release. So a second rollback does not
     # undo the first rollback, but goes further back.
-    choices = (*reversed(live_releases(folder)), parent, older[-1])
+    choices = (*reversed(readable_served(folder).live), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     _swap_in(_configured(pipeline), chosen, as_json=as_json)
 
@@ -193,7 +192,7 @@ def publish(
     if parent is not None:
         _load(name, parent)
     elif origin.job_id is not None:
-        parent = served_release_id(target)
+        parent = readable_served(target).release
     revision = revision or origin.dataset_revision
     origin = origin.model_copy(update={"parent": parent, "dataset_revision": revision})
     if choose_engine(load_settings().serving.engine).name == "torch" and find_spec("torch"):
@@ -284,7 +283,7 @@ def verify(
 @app.command(cls=ChangesStack)
 def prune(
     keep: Annotated[
-        int | None, typer.Option(help="How many to keep. Default: `keep` in the settings.")
+        int | None, typer.Option(min=0, help="How many to keep. Default: `keep` in the settings.")
     ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
@@ -342,7 +341,7 @@ def _swap_in(pipeline: PipelineSettings, release: str, *, as_json: bool) -> None
     settings = running_settings(home)
     url = settings.server_url(settings.pipeline(pipeline.name))
     folder = home.releases_dir / pipeline.name
-    former = served_release_id(folder)
+    former = readable_served(folder).release
     # Mark the release as pending before the request. If the request finds no server, a server may
     # start right after the request. The new server then finds the mark and serves the release.
     earlier = set_pending(folder, release)

@@ -16,7 +16,7 @@ from pipeline.settings import Settings, load_settings
 from pipeline.stack.gateway import create_app as create_gateway
 from pipeline.tokens import Tokens, load_tokens
 from receiver import listen
-from serving.http.server import Server, http_config
+from serving.http.server import Server
 from serving.settings import ServingSettings
 
 if TYPE_CHECKING:
@@ -32,11 +32,8 @@ def serve(
     ] = None,
     pipeline: PipelineOption = None,
     engine: Annotated[
-        Literal["auto", "torch", "vllm", "sglang"] | None,
+        Literal["auto", "torch", "vllm"] | None,
         typer.Option(help="Overrides `engine` in the settings."),
-    ] = None,
-    upstream: Annotated[
-        str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
     ] = None,
     host: HostOption = None,
     port: PortOption = None,
@@ -62,12 +59,7 @@ def serve(
         configured = settings.pipeline(pipeline)
         name, own_port = configured.name, settings.server_port(configured)
     serving = settings.serving.model_copy(
-        update=without_none(
-            host=host,
-            port=own_port if port is None else port,
-            engine=engine,
-            upstream=upstream,
-        )
+        update=without_none(host=host, port=own_port if port is None else port, engine=engine)
     )
     releases_dir = home.releases_dir / name
     if release is not None and folder is None:
@@ -100,7 +92,7 @@ def gateway(host: HostOption = None, port: PortOption = None) -> None:
     app = create_gateway(servers, max_body_bytes=serving.max_body_bytes)
     listening = bind(serving)
     print(f"gateway on {listen.url_of(listening, serving.host)}", flush=True)
-    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
+    listen.serve(Server(app, shutdown_seconds=SHUTDOWN_SECONDS), listening)
 
 
 def _job_may_swap(
@@ -116,16 +108,12 @@ def _job_may_swap(
 
 
 def _engine(settings: ServingSettings, *, busy_lock_file: Path) -> "Engine":
-    from serving.settings import choose_engine
+    from serving.engines.settings import choose_engine
 
     engine = choose_engine(settings.engine).name
     extra = "vllm" if engine == "vllm" else "torch"
     try:
         match engine:
-            case "sglang":
-                from serving.engines.sglang_engine import SglangEngine
-
-                return SglangEngine(settings.upstream, settings.dtype)
             case "vllm":
                 from serving.engines import vllm_engine
 

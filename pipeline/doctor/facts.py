@@ -31,8 +31,8 @@ from pipeline.stack.record import Child, StackRecord, read_stack
 from pipeline.stack.services import health, server_state
 from pipeline.tokens import Tokens, read_tokens
 from receiver.webhooks import WebhookRecord, list_webhooks
+from serving.engines.settings import EngineChoice, choose_engine
 from serving.errors import ReleaseError
-from serving.settings import EngineChoice, choose_engine
 from serving.weights.release_store import (
     load_release,
     pending_release,

@@ -50,8 +50,7 @@ from pipeline.hub.service import (
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import prune
 from receiver import listen
-from serving.http.requests import BodiesInFlight
-from serving.http.server import Server, http_config
+from serving.http.server import BodiesInFlight, Server
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +165,7 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
         ),
     )
     print(f"hub on {settings.url}", flush=True)
-    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)
+    listen.serve(Server(app, shutdown_seconds=SHUTDOWN_SECONDS), listening)
 
 
 async def _keep_up(settings: HubSettings, repositories: Repositories, log: EventLog) -> None:

@@ -22,7 +22,7 @@ from pipeline.hub.errors import (
     RequestError,
     TooLarge,
 )
-from serving.http.requests import BodiesInFlight
+from serving.http.server import BodiesInFlight
 
 _HEADER_CHARACTERS = 4000
 """A longer text is cut in a header, because some clients and proxies refuse an answer with more

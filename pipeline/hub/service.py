@@ -52,7 +52,7 @@ from pipeline.hub.repositories import (
     open_bases,
 )
 from pipeline.hub.settings import HubSettings
-from serving.http.requests import other_site
+from serving.http.server import other_site
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 # The paths of repositories. As on the Hugging Face Hub, a client without a token is told there that

@@ -15,7 +15,7 @@ from pipeline.retrain.errors import BaseModelAway, BaseModelError
 from pipeline.retrain.rows import Row
 from pipeline.retrain.sources import cached_login, is_away
 from serving.errors import first_line
-from serving.weights.atomic_file import fsync_dir
+from serving.weights.atomic_file import fsync
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -189,7 +189,7 @@ def _publish_preset(preset: str, rows: Iterable[Row], folder: Path, seed: int) -
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     os.replace(aside, folder)
-    fsync_dir(folder.parent)
+    fsync(folder.parent)
 
 
 def preset_config(preset: str, tokenizer: "PreTrainedTokenizerFast") -> "LlamaConfig":

@@ -47,7 +47,7 @@ from serving.errors import NotEnoughSpace, ServingError, Superseded, SwapAnswerE
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
-from serving.weights.release_store import chosen_release_id, clear_pending, prune, set_pending
+from serving.weights.release_store import clear_pending, prune, readable_served, set_pending
 
 logger = logging.getLogger("pipeline.retrain")
 
@@ -333,7 +333,7 @@ def promote(
             # parent, which is still live.
             instead_of = (release_id,)
         time.sleep(RETRY_SECONDS)
-        if (chosen := chosen_release_id(pipeline_dir)) not in instead_of:
+        if (chosen := readable_served(pipeline_dir).chosen) not in instead_of:
             return "superseded", f"release {chosen} was taken instead"
 
 

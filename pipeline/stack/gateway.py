@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from serving.http.requests import LimitedBodies
+from serving.http.server import LimitedBodies
 from serving.request_errors import RequestError
 
 ASK_SECONDS = 5.0

@@ -24,7 +24,7 @@ from receiver.webhooks import (
     list_webhooks,
     update_webhook,
 )
-from serving.http.requests import host_name, is_loopback_name
+from serving.http.server import host_name, is_loopback_name
 
 ROUTE = "/webhooks/retrain"
 """The receiver's route for pushes. The receivers of other stacks have the same route, and such a

@@ -1,5 +1,5 @@
-"""Tells whether a release has the same network as the one that vLLM or SGLang runs. Both can
-replace their weights while they run, but not their network."""
+"""Tells whether a release has the same network as the one that vLLM runs. vLLM can replace its
+weights while it runs, but not its network."""
 
 from pathlib import Path
 
@@ -15,27 +15,27 @@ _FREE_KEYS = {
 _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
-def config_differences(running: Path, wanted: Path, runner: str) -> list[str]:
-    """The differences between the `config.json` of two folders, one sentence each. `runner` is the
-    name of the program that runs the first one, for the messages."""
+def config_differences(running: Path, wanted: Path) -> list[str]:
+    """The differences between the `config.json` of two folders, one sentence each. vLLM runs the
+    first one."""
     old, new = (read_json(folder / "config.json") for folder in (running, wanted))
     return [
-        f"config.json: {key} is {new.get(key)!r}, {runner} runs {old.get(key)!r}"
+        f"config.json: {key} is {new.get(key)!r}, vLLM runs {old.get(key)!r}"
         for key in sorted((old.keys() | new.keys()) - _FREE_KEYS)
         if old.get(key) != new.get(key)
     ]
 
 
-def tensor_differences(running: Release, wanted: Release, runner: str) -> list[str]:
-    """The tensors of `wanted` that do not fit the network of `running`, and those that are missing;
-    one sentence each. `runner` is the name of the program that runs the network."""
+def tensor_differences(running: Release, wanted: Release) -> list[str]:
+    """The tensors of `wanted` that do not fit the network of `running`, which vLLM runs, and those
+    that are missing; one sentence each."""
     old, new = _forms(running), _forms(wanted)
     reasons = []
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             file = wanted.tensors[name].file if name in new else RELEASE_FILE
             found, expected = new.get(name, "missing"), old.get(name, "no such tensor")
-            reasons.append(f"{file}: tensor {name}: {found}, {runner} runs {expected}")
+            reasons.append(f"{file}: tensor {name}: {found}, vLLM runs {expected}")
     return reasons
 
 

@@ -22,14 +22,13 @@ from serving.engine import (
     Generation,
     GenerationRefused,
     Grammar,
-    StageError,
     Step,
     TokenLogprob,
     reported_logprob,
 )
 from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.settings import VllmEngineSettings
-from serving.errors import first_line
+from serving.errors import ReleaseError, first_line
 from serving.weights import network
 from serving.weights.release import Dtype, Release, choose_dtype
 from serving.weights.shards import not_finite
@@ -66,8 +65,6 @@ class VllmEngine:
     """Call all methods but `dtype_of` on one event loop. The first staged release starts vLLM."""
 
     holds_two = False
-    checks_digests = True
-    commit_seconds: float | None = None
 
     def __init__(self, settings: VllmEngineSettings) -> None:
         self._settings = settings
@@ -105,7 +102,7 @@ class VllmEngine:
             await self._call("hotpush_take_turn")
 
     async def stage(self, release: Release, folder: Path) -> None:
-        """Starts vLLM if this is the first release. Raises StageError and EngineError."""
+        """Starts vLLM if this is the first release. Raises ReleaseError and EngineError."""
         async with self._changing:
             if self.failure is not None:
                 raise EngineError(self.failure)
@@ -178,12 +175,12 @@ class VllmEngine:
             await _shut_down(llm)
 
     async def _start(self, release: Release, folder: Path) -> None:
-        """Start vLLM on this release, which may take minutes. Raises StageError and EngineError."""
+        """Start vLLM on this release, which may take minutes. Raises ReleaseError, EngineError."""
         settings = self._settings.model_copy(update={"dtype": self.dtype_of(release)})
         try:
             # vLLM does not check what it reads.
             if reasons := await asyncio.to_thread(_faults, release, folder):
-                raise StageError(*reasons)
+                raise ReleaseError(*reasons)
             self._llm = await _started(folder, settings)
             await self._prepare(release, folder)
         except BaseException:
@@ -207,13 +204,13 @@ class VllmEngine:
         assert self._live is not None
         base, base_folder = self._held[self._live]
         if reasons := _differences(base, base_folder, release, folder):
-            raise StageError(*reasons, "start the server again to serve another network")
+            raise ReleaseError(*reasons, "start the server again to serve another network")
         try:
             await self._call("hotpush_stage", release.id, str(folder), _stored(release))
             while None in (states := await self._call("hotpush_status")):
                 await asyncio.sleep(_POLL_SECONDS)
             if reasons := [reason for state in states for reason in state["reasons"]]:
-                raise StageError(*dict.fromkeys(reasons))
+                raise ReleaseError(*dict.fromkeys(reasons))
         except BaseException:
             # Not if vLLM has died: it holds nothing that could be freed, and may never answer.
             if self.failure is None:
@@ -271,15 +268,14 @@ def _stored(release: Release) -> dict[str, tuple[str, str]]:
 
 def _differences(base: Release, base_folder: Path, release: Release, folder: Path) -> list[str]:
     """What vLLM cannot change while it runs."""
-    reasons = config_differences(base_folder, folder, "vLLM")
-    reasons += tensor_differences(base, release, "vLLM")
+    reasons = config_differences(base_folder, folder) + tensor_differences(base, release)
     if base.files.get(_TOKENIZER) != release.files.get(_TOKENIZER):
         reasons.append(f"{_TOKENIZER}: differs from the one with which vLLM was started")
     return reasons
 
 
 async def _started(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
-    """Raises StageError. If the call is cancelled, vLLM is shut down when its start ends."""
+    """Raises ReleaseError. If the call is cancelled, vLLM is shut down when its start ends."""
     starting = asyncio.ensure_future(asyncio.to_thread(_new_llm, folder, settings))
     try:
         return await asyncio.shield(starting)
@@ -289,7 +285,7 @@ async def _started(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
     # vLLM, torch and the operating system raise many kinds of errors here.
     except Exception as error:
         reason = first_line(error)
-        raise StageError(f"vLLM does not start on {folder.name}: {reason}") from error
+        raise ReleaseError(f"vLLM does not start on {folder.name}: {reason}") from error
 
 
 def _shut_down_late(starting: "asyncio.Future[AsyncLLM]") -> None:

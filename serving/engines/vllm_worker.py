@@ -32,10 +32,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from serving.engines.machine import free_bytes, yield_to_other_threads
 from serving.errors import ReleaseError
 from serving.weights.release import tensor_digest
-from serving.weights.shards import is_finite, read_tensors, tensor_bytes
+from serving.weights.shards import (
+    free_bytes,
+    is_finite,
+    read_tensors,
+    tensor_bytes,
+    yield_to_other_threads,
+)
 from serving.weights.verify import wrong_digest
 
 _log = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         replacement.unlink(missing_ok=True)
         raise
-    fsync_dir(path.parent)
+    fsync(path.parent)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -53,7 +53,7 @@ def link_atomically(link: Path, target: str) -> None:
     written, so the call also succeeds on a full disk. An existing link or file is replaced
     atomically.
 
-    The link survives a power cut only after `fsync_dir`, which the caller must call. One call is
+    The link survives a power cut only after `fsync`, which the caller must call. One call is
     enough for all links in a folder.
     """
     if link.is_symlink() and os.readlink(link) == target:
@@ -89,9 +89,9 @@ def is_abandoned(entry: Path) -> bool:
         return False
 
 
-def fsync_dir(folder: Path) -> None:
-    """Make the renames in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make the content of a file, or the renames in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,8 +1,7 @@
 """Publishes a release: writes the release into the pipeline's folder in such a way that a reader
 sees either the complete release or nothing.
 
-The files are written into a folder with a temporary name, in this order: the shards, the config,
-tokenizer and README files, the index, the manifest. Each file is fsynced, and after that the
+The files are written into a folder with a temporary name. Each file is fsynced, and after that the
 folder. Then the folder is renamed, and its parent folder is fsynced. A reader sees the release only
 after the rename.
 
@@ -24,28 +23,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from serving.errors import NotEnoughSpace, ReleaseError
-from serving.weights.atomic_file import fsync_dir, write_atomically
-from serving.weights.index import (
+from serving.weights.atomic_file import fsync
+from serving.weights.release import (
     BIN_INDEX_FILE,
     INDEX_FILE,
     INDEX_FILES,
-    WeightsIndex,
-    digest_file,
-    digest_shard,
-    has_bin,
-    read_header,
-    read_index,
-)
-from serving.weights.release import (
     RELEASE_FILE,
     Lineage,
     Probe,
     Release,
     TensorEntry,
+    WeightsIndex,
+    digest_file,
+    digest_shard,
     files_digest,
+    has_bin,
+    read_header,
+    read_index,
     read_json,
 )
-from serving.weights.release_store import UNFINISHED, next_number, release_lock, sweep_locked
+from serving.weights.release_store import (
+    UNFINISHED,
+    is_checkpoint,
+    next_number,
+    release_lock,
+    sweep_locked,
+)
 from serving.weights.verify import check_network, check_tie
 
 if TYPE_CHECKING:
@@ -84,12 +87,6 @@ def servable_folder(folder: Path, pipeline_dir: Path) -> Path:
     if is_checkpoint(folder, pipeline_dir) and has_bin(checkpoint_weight_map(folder).values()):
         return pipeline_dir / publish_folder(pipeline_dir, folder).id
     return folder
-
-
-def is_checkpoint(folder: Path, pipeline_dir: Path) -> bool:
-    """Whether `folder` is a checkpoint elsewhere, and no release."""
-    is_inside = folder.resolve().is_relative_to(pipeline_dir.resolve())
-    return not is_inside and not (folder / RELEASE_FILE).exists()
 
 
 def publish_folder(pipeline_dir: Path, source: Path, **manifest: Unpack[ManifestFields]) -> Release:
@@ -153,19 +150,19 @@ def publish_state_dict(
                 tensors, folder, max_shard_bytes=max_shard_bytes
             )
             for path in companion_files:
-                _copy(path, folder / path.name)
+                shutil.copyfile(path, folder / path.name)
             index = WeightsIndex(
                 metadata={"total_size": sum(tensors[name].nbytes for name in stored)},
                 weight_map={name: entry.file for name, entry in stored.items()},
             )
-            write_atomically(folder / INDEX_FILE, index.to_json())
+            (folder / INDEX_FILE).write_text(index.model_dump_json(indent=2), "utf-8")
             names = (*(path.name for path in companion_files), INDEX_FILE)
             files |= {name: digest_file(folder / name) for name in names}
             number = next_number(pipeline_dir)
             release = Release(
                 id=f"r{number:06d}-{files_digest(files)}",
                 pipeline=pipeline_dir.name,
-                created_at=utc_now(),
+                created_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 files=files,
                 tensors=stored,
                 tied=tied_head(folder, stored) | tied,
@@ -173,9 +170,11 @@ def publish_state_dict(
             )
             if reasons := check_network(folder, release):
                 raise ReleaseError(*reasons)
-            write_atomically(folder / RELEASE_FILE, release.model_dump_json(indent=2) + "\n")
+            (folder / RELEASE_FILE).write_text(release.model_dump_json(indent=2), "utf-8")
+            for written in (*folder.iterdir(), folder):
+                fsync(written)
             os.rename(folder, pipeline_dir / release.id)
-            fsync_dir(pipeline_dir)
+            fsync(pipeline_dir)
     return release
 
 
@@ -193,12 +192,6 @@ def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
                 "unfinished release was removed; prune releases or move the state folder"
             ) from error
         raise
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def checkpoint_weight_map(source: Path) -> dict[str, str]:
@@ -245,7 +238,7 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
     release = Release(
         id=f"r000000-{files_digest(files)}",
         pipeline=pipeline,
-        created_at=utc_now(),
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         files=files,
         tensors=tensors,
         tied=tied_head(source, tensors),
@@ -266,10 +259,6 @@ def companions(folder: Path) -> list[Path]:
         and not path.name.startswith(".")
         and path.is_file()
     )
-
-
-def utc_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:

@@ -31,12 +31,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from serving.errors import ReleaseError, Superseded, is_temporary
-from serving.weights.atomic_file import (
-    fsync_dir,
-    is_abandoned,
-    link_atomically,
-    write_atomically,
-)
+from serving.weights.atomic_file import fsync, is_abandoned, link_atomically, write_atomically
 from serving.weights.release import RELEASE_FILE, Release, faults_in
 
 logger = logging.getLogger(__name__)
@@ -79,7 +74,8 @@ class Served(BaseModel):
 
     @property
     def chosen(self) -> str | None:
-        """The release that was chosen last. (A substitute was chosen by nobody.)"""
+        """The release that was chosen last: the pending one, or else the one that should be served.
+        (A substitute was chosen by nobody.)"""
         return self.pending or next(reversed(self.live), None)
 
 
@@ -110,6 +106,12 @@ def load_release(folder: Path) -> Release:
         raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValidationError as error:
         raise ReleaseError(*faults_in(path, error)) from None
+
+
+def is_checkpoint(folder: Path, pipeline_dir: Path) -> bool:
+    """Whether `folder` is a checkpoint elsewhere, and no release."""
+    is_inside = folder.resolve().is_relative_to(pipeline_dir.resolve())
+    return not is_inside and not (folder / RELEASE_FILE).exists()
 
 
 def list_releases(pipeline_dir: Path) -> list[Release]:
@@ -163,17 +165,6 @@ def served_release(pipeline_dir: Path) -> Path | None:
     return None if served is None else pipeline_dir / served
 
 
-def served_release_id(pipeline_dir: Path) -> str | None:
-    """The id of the served release. None if no release was served yet, or if the record is
-    damaged."""
-    return readable_served(pipeline_dir).release
-
-
-def live_releases(pipeline_dir: Path) -> list[str]:
-    """`Served.live`; empty if the record is damaged."""
-    return list(readable_served(pipeline_dir).live)
-
-
 def stood_in_for(pipeline_dir: Path) -> str | None:
     """The damaged release for which a substitute is served. None if the release is served that
     should be served."""
@@ -185,12 +176,6 @@ def pending_release(pipeline_dir: Path) -> str | None:
     """The id of the pending release: the next server that starts swaps this release in. None if no
     release is pending. Raises ReleaseError if the record is damaged."""
     return read_served(pipeline_dir).pending
-
-
-def chosen_release_id(pipeline_dir: Path) -> str | None:
-    """The id of the release that was chosen last: the pending one, or else the one that should be
-    served."""
-    return readable_served(pipeline_dir).chosen
 
 
 def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None = None) -> None:
@@ -233,7 +218,7 @@ def _set_served(pipeline_dir: Path, served: Served, **changes: object) -> None:
         link.unlink(missing_ok=True)
     else:
         link_atomically(link, changed.release)
-    fsync_dir(pipeline_dir)
+    fsync(pipeline_dir)
 
 
 def set_pending(
@@ -310,11 +295,9 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
 
     The served, the pending and the pinned releases always stay. Like `sweep`, this function also
-    removes what killed processes have left. Raises ReleaseError if `keep` is negative, or if
-    `served.json` or `pinned` is damaged.
+    removes what killed processes have left. Raises ReleaseError if `served.json` or `pinned` is
+    damaged.
     """
-    if keep < 0:
-        raise ReleaseError(f"keep must be at least 0, not {keep}")
     if not pipeline_dir.is_dir():
         return []
     with release_lock(pipeline_dir):

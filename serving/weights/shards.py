@@ -1,8 +1,10 @@
 """Writes tensors to safetensors shards (files that each hold a part of the weights), and reads
-tensors from shards, with torch. `.bin` shards are read only when they are converted."""
+tensors from shards, with torch: in memory that is free, on a thread that leaves the cores to
+others. `.bin` shards are read only when they are converted."""
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from zipfile import is_zipfile
@@ -12,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from serving.errors import ReleaseError, first_line
-from serving.weights.index import digest_shard
-from serving.weights.release import FileEntry, Release, TensorEntry
+from serving.weights.release import FileEntry, Release, TensorEntry, digest_shard
 
 DTYPES = {
     torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -25,6 +26,12 @@ DTYPES = {
 
 _FINITE_CHECK_ELEMENTS = 1 << 22
 """How many elements of a tensor `is_finite` checks in one operation."""
+
+_CGROUP_V2 = Path("/sys/fs/cgroup")
+# Beside a busy thread, the staging thread gets about a quarter of a core. With a higher nice
+# value, it would starve beside other programs. A starved thread may hold a lock that the thread
+# that computes needs.
+_STAGING_NICENESS = 5
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -46,8 +53,8 @@ def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def write_shards(
     tensors: Mapping[str, torch.Tensor], folder: Path, *, max_shard_bytes: int
 ) -> tuple[dict[str, FileEntry], dict[str, TensorEntry], dict[str, str]]:
-    """Write a state dict as shards into `folder`, and fsync each shard. Returns what a manifest
-    says of them: its fields `files`, `tensors` and `tied`.
+    """Write a state dict as shards into `folder`. Returns what a manifest says of them: its fields
+    `files`, `tensors` and `tied`.
 
     A tensor larger than `max_shard_bytes` gets a shard of its own. If several names share a tensor
     (`find_tied`), the tensor is stored only once. Raises ReleaseError for a tensor that cannot be
@@ -120,8 +127,6 @@ def read_bin(path: Path) -> dict[str, torch.Tensor]:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether `tensor` holds neither NaN nor infinity."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # 8-bit floats are cast, because torch cannot compare them. In pieces, this takes little memory.
@@ -151,6 +156,31 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
+def free_bytes() -> int | None:
+    """The memory that can still be allocated; None if the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    available = next(int(size) for name, size, *_ in fields if name == "MemAvailable:") * 1024
+    try:
+        limit = (_CGROUP_V2 / "memory.max").read_text().strip()
+        used = int((_CGROUP_V2 / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP_V2 / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:
+        return available
+    if limit == "max":
+        return available
+    # The pages of files count as used, but the kernel frees them when memory is needed.
+    return min(available, int(limit) - used + int(stat.get("inactive_file", 0)))
+
+
+def yield_to_other_threads() -> None:
+    """Make the calling thread use little of a core while other threads compute."""
+    if sys.platform == "linux":
+        # On Linux each thread has its own nice value. 0 is the calling thread.
+        os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)
+
+
 def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises OSError."""
     plain: dict[str, torch.Tensor] = {}
@@ -167,5 +197,3 @@ def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         # The library tells the number of the system's error only in this text.
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else None, str(error)) from error
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

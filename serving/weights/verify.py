@@ -2,19 +2,22 @@
 all its faults are reported, and the later groups do not run."""
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from serving.errors import ReleaseError, is_temporary
 from serving.weights import network
-from serving.weights.index import (
+from serving.weights.release import (
     INDEX_FILE,
+    RELEASE_FILE,
+    FileEntry,
+    Release,
     digest_file,
+    files_digest,
     is_shard_name,
     read_header,
     read_index,
+    read_json,
 )
-from serving.weights.release import RELEASE_FILE, FileEntry, Release, files_digest, read_json
 from serving.weights.release_store import load_release
 
 # A fault report shows this much of a digest: the name of the algorithm and 12 hex digits.
@@ -32,10 +35,9 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
     """
     try:
         release = release or load_release(folder)
+        return verify_layout(folder, release) or verify_shards(folder, release)
     except ReleaseError as error:
         return error.reasons
-    try:
-        return verify_layout(folder, release) or verify_shards(folder, release)
     except OSError as error:
         if is_temporary(error):
             raise
@@ -72,12 +74,12 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 
 def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
     """The safetensors files whose sha256 is wrong. Call `verify_layout` first."""
-    reasons: list[str] = []
-    for shard, entry in sorted(release.files.items()):
-        if not shard.endswith(".safetensors"):
-            continue
-        reasons += _check_sha256(folder, shard, entry)
-    return tuple(reasons)
+    return tuple(
+        reason
+        for name, entry in sorted(release.files.items())
+        if name.endswith(".safetensors")
+        for reason in _check_sha256(folder, name, entry)
+    )
 
 
 def _check_sha256(folder: Path, name: str, entry: FileEntry) -> list[str]:
@@ -163,28 +165,23 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
 
     `check_tie` always runs first. If it finds no fault, `transformers` builds the network, and this
     function compares the stored tensors with the network. (The import of `transformers` takes
-    seconds.) In three cases, only `check_tie` runs:
+    seconds.) In two cases, only `check_tie` runs:
 
     - The config has no `architectures`, so the network is not known.
     - The weights are quantised, so the stored tensors have other names and shapes than the tensors
       of the network.
-    - `transformers` is not installed.
     """
     config = read_json(folder / "config.json")
     reasons = check_tie(folder, release)
-    if (
-        reasons
-        or not config.get("architectures")
-        or config.get("quantization_config") is not None
-        or find_spec("transformers") is None
-    ):
+    is_quantised = config.get("quantization_config") is not None
+    if reasons or is_quantised or not config.get("architectures"):
         return reasons
     import torch
 
     tensors = {
-        name: torch.empty(entry.shape, device="meta")
-        for name, entry in release.named_tensors.items()
+        name: torch.empty(entry.shape, device="meta") for name, entry in release.tensors.items()
     }
+    tensors |= {alias: tensors[name] for alias, name in release.tied.items()}
     try:
         network.load_weights(network.build_network(folder, is_empty=True), tensors)
     except ReleaseError as error:
@@ -194,11 +191,8 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
 
 def check_tie(folder: Path, release: Release) -> tuple[str, ...]:
     """The fault that the config ties the head to the embedding, and the release stores both, and
-    they differ."""
-    try:
-        config = read_json(folder / "config.json")
-    except ReleaseError as error:
-        return error.reasons
+    they differ. Raises ReleaseError if `config.json` cannot be read."""
+    config = read_json(folder / "config.json")
     names = ("lm_head.weight", "model.embed_tokens.weight")
     stored = [release.tensors[name] for name in names if name in release.tensors]
     if not config.get("tie_word_embeddings") or len({entry.digest for entry in stored}) < 2:

@@ -12,8 +12,13 @@ from unittest.mock import patch
 import torch
 
 from serving.weights import publish
-from serving.weights.index import digest_file, read_header
-from serving.weights.release import RELEASE_FILE, Release, files_digest
+from serving.weights.release import (
+    RELEASE_FILE,
+    Release,
+    digest_file,
+    files_digest,
+    read_header,
+)
 from serving.weights.release_store import load_release, next_number
 from serving.weights.shards import read_tensors
 

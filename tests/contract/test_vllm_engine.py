@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
 
-from serving.engine import EngineError, Generation, StageError
+from serving.engine import EngineError, Generation
 from serving.engines import vllm_engine
 from serving.engines.settings import VllmEngineSettings
 from serving.engines.vllm_engine import VllmEngine
+from serving.errors import ReleaseError
 from serving.weights.publish import publish_state_dict
 from tests.serving_fixtures import echo_release, save_config, tiny_llama
 
@@ -140,7 +141,7 @@ async def swap_to_a_second_release(pipeline_dir: Path) -> VllmEngine:
 
 def test_what_one_worker_cannot_stage_no_worker_keeps(llm: MadeUpLlm, tmp_path: Path) -> None:
     llm.status = {"reasons": ["a.safetensors: tensor a: holds NaN"]}
-    with pytest.raises(StageError, match="holds NaN"):
+    with pytest.raises(ReleaseError, match="holds NaN"):
         asyncio.run(swap_to_a_second_release(tmp_path))
     assert llm.asked[-1] == "hotpush_forget"
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFo
 
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
-from serving.weights.release_store import served_release_id
+from serving.weights.release_store import readable_served
 from serving.weights.shards import read_tensors
 from tests.contract.engine_bench import Cold, EngineBench
 from tests.contract.engine_conformance import EngineConformance
@@ -245,4 +245,4 @@ def test_a_server_whose_vllm_is_killed_says_that_it_must_be_started_again(
                 answer = http.get(path)
                 assert (answer.status_code, answer.json()["status"]) == (503, status)
         assert running.completion().status_code == 503
-        assert served_release_id(running.pipeline_dir) == first.id
+        assert readable_served(running.pipeline_dir).release == first.id

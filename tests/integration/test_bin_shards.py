@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from serving.engines.torch_engine.engine import create_engine
 from serving.errors import ReleaseError
 from serving.weights import shards
-from serving.weights.index import INDEX_FILE
 from serving.weights.publish import publish_folder
-from serving.weights.release import Release
+from serving.weights.release import INDEX_FILE, Release
 from serving.weights.release_store import list_releases
 from serving.weights.verify import verify_release
 from tests.bin_fixtures import Trap, bin_folder, network

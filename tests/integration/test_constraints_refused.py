@@ -1,4 +1,4 @@
-"""Engines that follow no grammars say so, and name the field."""
+"""An engine refuses a generation: the request gets 400, with the field."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.engine import Generation, GenerationRefused, Grammar
-from serving.engines.sglang_engine import refuse_constraints
 from serving.weights.release_store import set_current
 from tests.serving_fixtures import echo_app, echo_release, running
 
@@ -29,10 +27,3 @@ def test_over_http(tmp_path: Path, body: dict[str, Any], param: str) -> None:
     error = answer.json()["error"]
     assert error["message"] == f"{param}: not supported by the engine echo; leave it out"
     assert (error["param"], error["code"]) == (param, "invalid_value")
-
-
-def test_what_is_no_constraint_passes() -> None:
-    refuse_constraints(Generation(prompt=(1,), max_tokens=1, logit_bias={1: 5.0}), "sglang")
-    with pytest.raises(GenerationRefused, match="sglang"):
-        grammar = Grammar(kind="regex", text="a", param="structured_outputs")
-        refuse_constraints(Generation(prompt=(1,), max_tokens=1, grammar=grammar), "sglang")

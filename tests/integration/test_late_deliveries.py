@@ -25,7 +25,7 @@ from receiver import listen
 from receiver.retrain import retrain_handler
 from receiver.rules import RetrainRule
 from receiver.webhooks_server import WebhooksServer
-from serving.http.server import Server, http_config
+from serving.http.server import Server
 from tests.hub_fixtures import TOKEN, RunningHub, commit_file, run_git, running_hub, wait_until
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS
 
@@ -110,7 +110,7 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
         failing = Failing(server.app)
         listening = listen.bind("127.0.0.1", 0)
         url = listen.url_of(listening, "127.0.0.1")
-        http = Server(http_config(failing, shutdown_seconds=10))
+        http = Server(failing, shutdown_seconds=10)
         serving = listen.serve_in_thread(http, listening)
         runner = Runner(
             store,

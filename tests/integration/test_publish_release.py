@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.errors import NotEnoughSpace, ReleaseError
-from serving.weights.index import digest_file, read_index
 from serving.weights.publish import publish_folder, publish_state_dict
-from serving.weights.release import Lineage, Release, files_digest
+from serving.weights.release import Lineage, Release, digest_file, files_digest, read_index
 from serving.weights.release_store import list_releases, load_release
 from serving.weights.shards import read_tensors
 from serving.weights.verify import check_network, verify_release

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from serving.http.server import Server, http_config
+from serving.http.server import Server
 
 
 class Endless:
@@ -32,7 +32,7 @@ def test_a_request_that_outlasts_the_stop_gets_503_or_a_closed_connection(
 ) -> None:
     app = Endless()
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Server(http_config(app, shutdown_seconds=0, lifespan="off"))
+    server = Server(app, shutdown_seconds=0, lifespan="off")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}{path}"

@@ -23,6 +23,7 @@ from serving.admission import Admission
 from serving.app import bind
 from serving.engine import EngineError, Generation, Step
 from serving.errors import ServingError
+from serving.http.server import Server
 from serving.settings import ServingSettings
 from serving.weights.release_store import pending_release, set_current, set_pending
 from tests.echo_engine import EchoEngine
@@ -254,9 +255,21 @@ def test_a_busy_port_says_which_and_what_to_do() -> None:
             bind(ServingSettings(port=port))
 
 
-def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
+def test_answers_are_not_held_back_for_an_acknowledgement(tmp_path: Path) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
     with bind(ServingSettings(port=0)) as listener:
-        assert listener.proto == socket.IPPROTO_TCP  # what asyncio asks before it sets TCP_NODELAY
+        server = Server(echo_app(tmp_path), shutdown_seconds=10, lifespan="on")
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            with httpx.Client() as client:
+                client.get(f"http://127.0.0.1:{listener.getsockname()[1]}/live", timeout=30)
+                [connection] = server.server_state.connections
+                accepted = connection.transport.get_extra_info("socket")
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def test_localhost_is_this_machine_only_and_its_ipv4_address() -> None:

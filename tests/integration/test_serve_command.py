@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_served_is_one_line(
 def test_an_unknown_engine_is_told_the_known_ones(environment: dict[str, str]) -> None:
     done = serve(environment, "--engine", "llama")
     assert done.returncode == 2
-    for name in ("llama", "torch", "vllm", "sglang"):
+    for name in ("llama", "torch", "vllm"):
         assert name in done.stderr
 
 

@@ -18,11 +18,18 @@ from serving.completions import CompletionPlan, encode_prompt, make_generations
 from serving.engine import Generation, Step
 from serving.openai_schemas import CompletionRequest
 from serving.request_errors import RequestError
-from serving.tokenizer import ReleaseTokenizer, load_tokenizer
+from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
 from tests.jobs_fixtures import until
-from tests.serving_fixtures import ADMIN_TOKEN, CHAT_TEMPLATE, echo_app, echo_release, running
+from tests.serving_fixtures import (
+    ADMIN_TOKEN,
+    CHAT_TEMPLATE,
+    echo_app,
+    echo_release,
+    live_release,
+    running,
+)
 
 LONG = {"prompt": [65] * 2000, "max_tokens": 1, "echo": True, "logprobs": 1}
 
@@ -94,19 +101,17 @@ def test_tokenizing_is_bounded_and_leaves_the_threads_of_swaps_alone(
             assert all(each.result().is_success for each in asked)
 
 
-def live_release(pipeline_dir: Path) -> LiveRelease:
+def live_in(pipeline_dir: Path) -> LiveRelease:
     release = echo_release(pipeline_dir, 1)
     folder = pipeline_dir / release.id
-    return LiveRelease(
-        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
-    )
+    return live_release(release, folder)
 
 
 @pytest.mark.parametrize("prompt", ["x" * (128 * 5 + 1), [65] * 129])
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str | list[int]
 ) -> None:
-    live = live_release(tmp_path)  # its longest token has five characters, its context 128 tokens
+    live = live_in(tmp_path)  # its longest token has five characters, its context 128 tokens
     monkeypatch.setattr(ReleaseTokenizer, "encode", None)
     with pytest.raises(RequestError, match=str(len(prompt))) as raised:
         encode_prompt(live, prompt, "prompt", add_special_tokens=True)
@@ -114,7 +119,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_read(
 
 
 def test_a_slow_reader_of_several_sequences_holds_the_engine_up(tmp_path: Path) -> None:
-    live = live_release(tmp_path)
+    live = live_in(tmp_path)
     request = CompletionRequest(prompt="Hello", n=3, max_tokens=100, ignore_eos=True, stream=True)
     num_steps = 0
 

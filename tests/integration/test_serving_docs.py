@@ -14,20 +14,13 @@ import httpx
 
 from serving.weights.release_store import list_releases, set_current
 from tests.ports import free_ports
-from tests.serving_fixtures import (
-    byte_tokenizer,
-    echo_release,
-    network_release,
-    running,
-    tiny_llama,
-)
-from tests.sglang_stand_in import SglangStandIn
+from tests.serving_fixtures import byte_tokenizer, network_release, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "serving.md").read_text()
 SERVER, ASKING, PUBLISHING = re.findall(r"```python\n(.*?)```", DOCS, re.S)
 # Each is run, the last one by tests/contract/test_lm_eval.py; one more does not unpack.
-SERVING, IN_FRONT, EVALUATING = re.findall(r"```sh\n(.*?)```", DOCS, re.S)
+SERVING, EVALUATING = re.findall(r"```sh\n(.*?)```", DOCS, re.S)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
@@ -69,25 +62,6 @@ def test_the_command_serves_a_checkpoint(tmp_path: Path) -> None:
     (command,) = SERVING.splitlines()
     with started(command, tmp_path) as url:
         assert httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"] == "my-checkpoint"
-
-
-def test_the_command_serves_in_front_of_an_upstream(tmp_path: Path) -> None:
-    """All of the block but SGLang itself: in its place stands what speaks as it does."""
-    pipeline_dir = tmp_path / ".pipeline" / "releases" / "answers"
-    release = echo_release(pipeline_dir, 1)
-    set_current(pipeline_dir, release.id)
-    launch, command = IN_FRONT.splitlines()
-    model_path = tmp_path / launch.split("--model-path ")[1].split()[0]
-    (tmp_path / "pipeline.toml").write_text(
-        '[[pipelines]]\nname = "answers"\ndataset = "me/answers"\n'
-    )
-    stand_in = SglangStandIn(model_path)
-    with (
-        running(stand_in.app) as upstream,
-        started(command.replace("http://127.0.0.1:30000", upstream), tmp_path) as url,
-    ):
-        assert httpx.get(f"{url}/health", timeout=30).json()["release"] == release.id
-    assert stand_in.updates[0]["weight_version"] == release.id
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from receiver import listen
 from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.webhooks_server import WebhooksServer
-from serving.http.server import MAX_HEADER_BYTES, Limits, Server, http_config
+from serving.http.server import MAX_HEADER_BYTES, Limits, Server
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
 from tests.hub_fixtures import TOKEN, commit_file, running_hub, wait_until
@@ -85,7 +85,7 @@ def receiver(folder: Path, limits: Limits | None = LIMITS) -> Iterator[Service]:
 
     listening = listen.bind("127.0.0.1", 0)
     url = listen.url_of(listening, "127.0.0.1")
-    server = Server(http_config(made.app, shutdown_seconds=10, limits=limits))
+    server = Server(made.app, shutdown_seconds=10, limits=limits)
     thread = listen.serve_in_thread(server, listening)
     try:
         yield Service(

@@ -24,7 +24,7 @@ from pipeline.settings import load_settings, settings_digest
 from pipeline.stack.record import Child, StackRecord, running_settings
 from pipeline.stack.subscriptions import subscribe
 from pipeline.tokens import load_tokens
-from serving import settings as serving_settings
+from serving.engines import settings as engine_settings
 from serving.weights import release_store
 from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
 from tests.ports import free_ports
@@ -115,13 +115,13 @@ def test_a_dataset_that_is_watched_in_another_case_is_watched(hub: RunningHub) -
 def test_the_engine_is_named_with_the_reason(
     hub: RunningHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving_settings, "_DEVICES", tmp_path)
+    monkeypatch.setattr(engine_settings, "_DEVICES", tmp_path)
     for command in ("status", "doctor"):
         assert "engine torch, because no NVIDIA GPU is visible" in " ".join(
             pipeline(command).replace("engine:", "engine").split()
         )
-    monkeypatch.setenv("PIPELINE_SERVING__ENGINE", "sglang")
-    assert "engine sglang, because the settings say so" in pipeline("status")
+    monkeypatch.setenv("PIPELINE_SERVING__ENGINE", "vllm")
+    assert "engine vllm, because the settings say so" in pipeline("status")
 
 
 def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> None:

@@ -71,7 +71,7 @@ def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
     async def story() -> None:
         house = House(tmp_path)
         await house.swapper.start(folder)
-        assert release_store.served_release_id(tmp_path) == first.id, "it was only tried out"
+        assert release_store.readable_served(tmp_path).release == first.id, "it was only tried out"
         assert (await house.swapper.swap(second.id)).result == "live"
         with monkeypatch.context() as patch:
             # The record is written, and the link `current` is not.
@@ -80,7 +80,7 @@ def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
         await house.swapper.close()
 
     asyncio.run(story())
-    assert release_store.served_release_id(tmp_path) == second.id
+    assert release_store.readable_served(tmp_path).release == second.id
     live = started(tmp_path)
     assert live is not None and live.id == second.id
 
@@ -221,7 +221,7 @@ def test_a_swap_that_is_refused_leaves_the_record_as_it_was(tmp_path: Path) -> N
         await house.swapper.close()
 
     asyncio.run(story())
-    assert release_store.live_releases(tmp_path) == [first, second]
+    assert release_store.readable_served(tmp_path).live == (first, second)
 
 
 def test_the_first_stage_has_the_time_of_a_start(tmp_path: Path) -> None:
@@ -259,4 +259,4 @@ def test_a_start_that_fails_after_the_release_was_loaded_leaves_the_record(tmp_p
     with running(echo_app(tmp_path, engine)):
         pass
     assert release_store.served_release(tmp_path) == tmp_path / current
-    assert release_store.live_releases(tmp_path) == [before, current]
+    assert release_store.readable_served(tmp_path).live == (before, current)

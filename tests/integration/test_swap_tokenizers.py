@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 import serving.swap
-from serving.tokenizer import load_tokenizer, tokenizer_files
+from serving.tokenizer import load_tokenizer
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
 from serving.weights.release_store import set_current
@@ -83,4 +83,4 @@ def test_which_files_make_it_another_one(
 ) -> None:
     first = published(tmp_path, 1, write("README.md", "the first"))
     second = published(tmp_path, 2, change)
-    assert (tokenizer_files(first) == tokenizer_files(second)) == are_same
+    assert (first.tokenizer_files == second.tokenizer_files) == are_same

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serving.settings import choose_engine
+from serving.engines.settings import choose_engine
 from serving.weights.release_store import served_release, set_current
 from tests.contract.engine_bench import swap
 from tests.contract.test_torch_engine_conformance import torch_release

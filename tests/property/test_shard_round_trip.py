@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from serving.weights.index import digest_shard
+from serving.weights.release import digest_shard
 from serving.weights.shards import DTYPES, read_bin, read_tensors, write_shards
 
 torch.set_num_threads(1)

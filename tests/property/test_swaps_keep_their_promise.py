@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.admission import Admission, LiveRelease
-from serving.engine import EngineError, Generation, StageError
+from serving.engine import EngineError, Generation
+from serving.errors import ReleaseError
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
@@ -31,7 +32,7 @@ def shelf() -> Iterator[tuple[Path, list[Release]]]:
 
 FAULTS = {
     "none": None,
-    "unfit": ("stage", StageError("a.safetensors: tensor x: NaN")),
+    "unfit": ("stage", ReleaseError("a.safetensors: tensor x: NaN")),
     "stage": ("stage", EngineError("no memory")),
     "commit": ("commit", EngineError("lost a worker")),
     "probe": ("generate", EngineError("died")),

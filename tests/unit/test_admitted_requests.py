@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 from starlette.requests import Request
 
-from serving.admission import Admission, LiveRelease
+from serving.admission import Admission
 from serving.answer import Answers
 from serving.completions import plan_completion
 from serving.metrics import Metrics
 from serving.openai_schemas import CompletionRequest
 from serving.settings import ServingSettings
-from serving.tokenizer import load_tokenizer
 from tests.echo_engine import EchoEngine
-from tests.serving_fixtures import echo_release
+from tests.serving_fixtures import echo_release, live_release
 
 ASKED = CompletionRequest(prompt="Hello")
 NEVER = 3600
@@ -25,9 +25,7 @@ def answers_over(pipeline_dir: Path) -> Answers:
     release = echo_release(pipeline_dir, 1)
     folder = pipeline_dir / release.id
     admission = Admission(10, "answers")
-    admission.switch(
-        LiveRelease(release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0)
-    )
+    admission.live = live_release(release, folder)
     return Answers(
         engine=EchoEngine(step_seconds=NEVER),
         admission=admission,
@@ -87,7 +85,7 @@ def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
         assert admission.num_in_flight == 0
         waiting = next(
             line
-            for line in answers.metrics.render().decode().splitlines()
+            for line in generate_latest(answers.metrics.registry).decode().splitlines()
             if line.startswith("vllm:num_requests_waiting{")
         )
         assert waiting.endswith(" 0.0")

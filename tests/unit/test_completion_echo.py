@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from serving.admission import LiveRelease
 from serving.completions import plan_completion
 from serving.detokenizer import Delta, TokenText
 from serving.engine import TokenLogprob
 from serving.openai_schemas import CompletionRequest
-from serving.tokenizer import load_tokenizer
-from tests.serving_fixtures import EOS, byte_tokenizer, echo_release
+from tests.serving_fixtures import EOS, byte_tokenizer, echo_release, live_release
 
 A, B = byte_tokenizer().encode("ab").ids
 
@@ -43,9 +41,7 @@ def test_offsets_point_into_the_echo(
     )
     release = echo_release(tmp_path, 1, tokenizer=tokenizer)
     folder = tmp_path / release.id
-    live = LiveRelease(
-        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
-    )
+    live = live_release(release, folder)
     request = CompletionRequest.model_validate({**body, "echo": True, "logprobs": 0})
     plan = plan_completion(request, live)
     one = TokenLogprob(token_id=B, logprob=-1.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.http.requests import other_host
+from serving.http.server import other_host
 
 
 @pytest.mark.parametrize(

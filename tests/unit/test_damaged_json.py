@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError
-from serving.weights.index import read_header
-from serving.weights.release import read_json
+from serving.weights.release import read_header, read_json
 
 DEEP = "[" * 100_000
 

@@ -1,14 +1,12 @@
 """Which tokens end an answer, by the config files of a release."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken
 
-from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
 from tests.serving_fixtures import EOS, byte_tokenizer
 
@@ -53,7 +51,7 @@ def test_the_tokenizer_and_the_configs_add_up(
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
 @pytest.mark.parametrize("value", ["x", ["x"], [[1]], {}, float("inf")])
-def test_what_is_no_token_id_is_refused(tmp_path: Path, file: str, value: object) -> None:
+def test_what_is_no_token_id_is_left_out(tmp_path: Path, file: str, value: object) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     configs: dict[str, dict[str, object]] = {
         "config.json": {"vocab_size": BEYOND, "max_position_embeddings": 64}
@@ -61,5 +59,4 @@ def test_what_is_no_token_id_is_refused(tmp_path: Path, file: str, value: object
     configs[file] = {**configs.get(file, {}), "eos_token_id": value}
     for name, config in configs.items():
         (tmp_path / name).write_text(json.dumps(config))
-    with pytest.raises(ReleaseError, match=f"^{file}: eos_token_id is {re.escape(repr(value))}"):
-        load_tokenizer(tmp_path)
+    assert load_tokenizer(tmp_path).eos_token_ids == ()

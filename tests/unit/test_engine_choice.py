@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from serving import settings
-from serving.settings import ServingSettings, choose_engine
+from serving.engines import settings
+from serving.engines.settings import choose_engine
+from serving.settings import ServingSettings
 
 
 @pytest.fixture

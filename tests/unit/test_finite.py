@@ -28,11 +28,6 @@ def test_the_largest_number_is_one() -> None:
     assert not is_finite(torch.tensor([torch.inf], dtype=torch.float64))
 
 
-def test_both_parts_of_a_complex_number_count() -> None:
-    assert is_finite(torch.tensor([complex(1, 2)]))
-    assert not is_finite(torch.tensor([complex(1, torch.nan)]))
-
-
 def test_whole_numbers_are_finite() -> None:
     assert is_finite(torch.tensor([-(2**62), 2**62]))
     assert is_finite(torch.empty(0))

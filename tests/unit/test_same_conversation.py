@@ -19,11 +19,10 @@ from pipeline.retrain.model import load_tokenizer as load_for_training
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.tokens import sequences
-from serving.admission import LiveRelease
 from serving.chat import ChatRequest, encode_chat
 from serving.request_errors import RequestError
-from serving.tokenizer import load_tokenizer
 from serving.weights.release import Release
+from tests.serving_fixtures import live_release
 from tests.smollm2 import NAME
 
 CHATML = (
@@ -194,12 +193,7 @@ def trained(
 
 
 def served(folder: Path, messages: list[dict[str, Any]], tools: Any) -> tuple[int, ...]:
-    live = LiveRelease(
-        release=Release.model_construct(id="r000001"),
-        folder=folder,
-        tokenizer=load_tokenizer(folder),
-        live_since=0,
-    )
+    live = live_release(Release.model_construct(id="r000001"), folder)
     return encode_chat(ChatRequest.model_validate({"messages": messages, "tools": tools}), live)
 
 

@@ -1,4 +1,4 @@
-"""What a server behind ours can take as other weights of the network that it runs."""
+"""What vLLM can take as other weights of the network that it runs."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def release(**tensors: tuple[str, tuple[int, ...]]) -> Release:
 def test_every_difference_of_tensors_is_named() -> None:
     running = release(a=("F32", (2, 3)), b=("F32", (2,)), c=("F32", (2,)), d=("I32", (2,)))
     wanted = release(a=("F32", (3, 2)), b=("I64", (2,)), e=("F32", (2,)), d=("I32", (2,)))
-    assert tensor_differences(running, wanted, "vLLM") == [
+    assert tensor_differences(running, wanted) == [
         "a.safetensors: tensor a: float [3, 2], vLLM runs float [2, 3]",
         "a.safetensors: tensor b: I64 [2], vLLM runs float [2]",
         "release.json: tensor c: missing, vLLM runs float [2]",
@@ -46,7 +46,7 @@ def test_every_difference_of_tensors_is_named() -> None:
     ],
 )
 def test_plain_numbers_are_rounded_and_others_are_not(before: str, after: str, fits: bool) -> None:
-    found = tensor_differences(release(a=(before, (2,))), release(a=(after, (2,))), "vLLM")
+    found = tensor_differences(release(a=(before, (2,))), release(a=(after, (2,))))
     assert (found == []) == fits
 
 
@@ -58,8 +58,8 @@ def test_a_config_may_differ_in_what_is_not_the_network(tmp_path: Path) -> None:
     for name, config in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    assert config_differences(tmp_path / "running", tmp_path / "wanted", "the upstream") == [
-        "config.json: hidden_act is None, the upstream runs 'silu'",
-        "config.json: quantization_config is {'bits': 4}, the upstream runs None",
-        "config.json: rope_theta is 500000.0, the upstream runs 10000.0",
+    assert config_differences(tmp_path / "running", tmp_path / "wanted") == [
+        "config.json: hidden_act is None, vLLM runs 'silu'",
+        "config.json: quantization_config is {'bits': 4}, vLLM runs None",
+        "config.json: rope_theta is 500000.0, vLLM runs 10000.0",
     ]

@@ -12,19 +12,15 @@ from serving.answer import generate
 from serving.completions import plan_completion
 from serving.engine import EngineError, Generation, Step
 from serving.openai_schemas import CompletionRequest
-from serving.request_errors import RequestError
-from serving.tokenizer import load_tokenizer
 from tests.echo_engine import EchoEngine
-from tests.serving_fixtures import echo_release
+from tests.serving_fixtures import echo_release, live_release
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> LiveRelease:
     release = echo_release(tmp_path, 1)
     folder = tmp_path / release.id
-    return LiveRelease(
-        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
-    )
+    return live_release(release, folder)
 
 
 class Panic(BaseException):
@@ -139,29 +135,3 @@ def test_an_engine_gathers_the_tokens_that_nobody_reads_one_by_one(
     request = CompletionRequest.model_validate({"prompt": "Hello", **body})
     (generation,) = plan_completion(request, live).generations
     assert (generation.max_step_tokens > 1) == is_gathered
-
-
-@pytest.mark.parametrize(
-    ("body", "num_left", "is_refused"),
-    [
-        ({"min_tokens": 1, "ignore_eos": True}, 0, True),
-        ({"min_tokens": 1, "ignore_eos": True}, 1, False),
-        # The token that is left is the end-of-sequence token, which ends the text too.
-        ({"min_tokens": 1}, 1, True),
-        ({"min_tokens": 1}, 2, False),
-        ({}, 0, False),
-    ],
-)
-def test_min_tokens_needs_a_token_that_does_not_end_the_text(
-    live: LiveRelease, body: dict[str, Any], num_left: int, is_refused: bool
-) -> None:
-    stop_token_ids = list(range(live.tokenizer.vocab_size - num_left))
-    request = CompletionRequest.model_validate(
-        {"prompt": "a", "stop_token_ids": stop_token_ids, **body}
-    )
-    if is_refused:
-        with pytest.raises(RequestError) as refused:
-            plan_completion(request, live)
-        assert refused.value.body["error"]["param"] == "min_tokens"
-    else:
-        plan_completion(request, live)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from serving.engine import MIN_LOGPROB, Generation, TokenLogprob, reported_logprob
-from serving.engines import sglang_engine
 from serving.engines.torch_engine.sampling import logprobs
 
 ASKED = Generation(prompt=(1,), max_tokens=1, num_logprobs=2)
@@ -23,17 +22,6 @@ def test_logprobs_that_are_no_numbers_are_reported_as_the_smallest() -> None:
     assert reported_logprob(math.nan) == MIN_LOGPROB
     [found] = logprobs([1], [1], torch.tensor([[math.nan, 1.0]]))
     assert (found.logprob, found.top[0][1]) == (MIN_LOGPROB, MIN_LOGPROB)
-
-
-def test_of_sglang() -> None:
-    meta = {
-        "completion_tokens": 1,
-        "output_token_logprobs": [[-math.inf, 1, None]],
-        "output_top_logprobs": [[[0.0, 0, None], [-math.inf, 1, None]]],
-    }
-    chunk = {"meta_info": meta, "output_ids": [1]}
-    step = sglang_engine._step_of(chunk, ASKED, 0, is_first=True)
-    assert list(step.logprobs) == WANTED
 
 
 @pytest.mark.vllm

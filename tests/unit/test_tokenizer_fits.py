@@ -74,11 +74,6 @@ def test_an_added_token_that_no_ordinary_prompt_has_is_no_reason(tmp_path: Path)
     assert load_tokenizer(folder).encode("<image>") == (NUM_TOKENS,)
 
 
-def test_a_config_without_a_size_leaves_it_to_the_largest_id(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
-    assert load_tokenizer(folder_with(tmp_path, tokenizer)).vocab_size == 8
-
-
 def test_a_chat_template_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, byte_tokenizer(), vocab_size=NUM_TOKENS)
     (folder / "chat_template.jinja").write_bytes("café".encode("latin-1"))

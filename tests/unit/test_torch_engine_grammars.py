@@ -12,7 +12,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, grammar_from
 
-from serving.engine import EngineError, Generation, GenerationRefused, Grammar, GrammarKind
+from serving.engine import Generation, GenerationRefused, Grammar, GrammarKind
 from serving.engines.torch_engine import grammars
 from serving.engines.torch_engine.grammars import GrammarState
 from serving.engines.torch_engine.sequence import LogitsProcessor, process_logits
@@ -36,18 +36,14 @@ NETWORK = {"vocab_size": 300, "max_position_embeddings": 512}
 
 @pytest.fixture
 def published(tmp_path: Path) -> Published:
-    return with_tokenizer(tmp_path, seed=0)
-
-
-def with_tokenizer(home: Path, seed: int) -> Published:
-    (home / "files").mkdir(exist_ok=True)
-    TOKENIZER.save(str(home / "files" / "tokenizer.json"))
-    return publish(build(llama_config(**NETWORK), seed), home)
+    return publish(build(llama_config(**NETWORK)), tmp_path)
 
 
 def regex(text: str, **settings: Any) -> Generation:
     grammar = Grammar(kind="regex", text=text, param="structured_outputs")
-    return Generation(prompt=(1, 2, 3), max_tokens=50, grammar=grammar, **settings)
+    return Generation(
+        prompt=(1, 2, 3), max_tokens=50, grammar=grammar, tokenizer=TOKENIZER, **settings
+    )
 
 
 def text_of(token_ids: list[int]) -> str:
@@ -78,61 +74,6 @@ def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> Non
     assert beside_it == alone
 
 
-def test_a_changed_tokenizer_compiles_nothing_until_it_is_restored(published: Published) -> None:
-    """With other tokens in the file, answers would come through that the grammar forbids."""
-    file = published.folder / "tokenizer.json"
-    whole = file.read_bytes()
-
-    async def scenario() -> None:
-        async with engine_with(published) as engine:
-            for damage, message in (
-                (file.unlink, r"tokenizer\.json of the release cannot be read"),
-                (lambda: file.write_bytes(whole + b" "), r"tokenizer\.json .* was changed"),
-            ):
-                damage()
-                with pytest.raises(EngineError, match=message) as failed:
-                    await ask(engine, published.id, regex("ab"))
-                assert not isinstance(failed.value, GenerationRefused)
-            file.write_bytes(whole)
-            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
-
-    asyncio.run(scenario())
-
-
-def test_a_release_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    bare = publish(build(llama_config(**NETWORK)), tmp_path)
-
-    async def scenario() -> None:
-        async with engine_with(bare) as engine:
-            with pytest.raises(GenerationRefused, match=r"tokenizer\.json: missing"):
-                await ask(engine, bare.id, regex("ab"))
-
-    asyncio.run(scenario())
-
-
-def test_equal_tokenizers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = with_tokenizer(tmp_path, 0), with_tokenizer(tmp_path, 1)
-    read: list[Path] = []
-    original = grammars._read_tokenizer
-
-    def counted(folder: Path, vocab_size: int) -> Any:
-        read.append(folder)
-        return original(folder, vocab_size)
-
-    monkeypatch.setattr(grammars, "_read_tokenizer", counted)
-
-    async def scenario() -> None:
-        async with engine_with(first, second) as engine:
-            for release_id in (first.id, second.id, first.id):
-                assert text_of((await ask_all(engine, release_id, [regex("ab|cd")]))[0]) in (
-                    "ab",
-                    "cd",
-                )
-
-    asyncio.run(scenario())
-    assert read == [first.folder]
-
-
 def test_unused_embeddings_are_never_chosen(published: Published) -> None:
     """What ends a grammar inside is an id that the network may have an embedding for."""
 
@@ -153,17 +94,13 @@ def following(text: str, tokenizer: Any) -> LogitsProcessor:
     return made
 
 
-def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) -> None:
+def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary() -> None:
     """The tokenizer of a grammar has one token more than the vocabulary, and so one word of bits
     more if the vocabulary fills its words."""
     full = byte_tokenizer()
     size = -(-full.get_vocab_size() // 32) * 32
     full.add_tokens([f"extra{number}" for number in range(size - full.get_vocab_size())])
-    full.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text(
-        json.dumps({"vocab_size": size, "max_position_embeddings": 512})
-    )
-    tokenizer = grammars._read_tokenizer(tmp_path, size)
+    tokenizer = grammars._with_end(full, size)
     allowing = LogitsProcessor(
         Generation(prompt=(1,), max_tokens=9, allowed_token_ids=(5, 6)), frozenset()
     )
@@ -192,7 +129,7 @@ def test_what_is_too_complex_is_refused_before_the_first_step(
     published: Published, kind: GrammarKind, text: str, reason: str
 ) -> None:
     grammar = Grammar(kind=kind, text=text, param="structured_outputs")
-    asked = Generation(prompt=(1,), max_tokens=3, grammar=grammar)
+    asked = Generation(prompt=(1,), max_tokens=3, grammar=grammar, tokenizer=TOKENIZER)
 
     async def scenario() -> None:
         async with engine_with(published) as engine:
@@ -204,11 +141,9 @@ def test_what_is_too_complex_is_refused_before_the_first_step(
 
 
 def test_a_grammar_that_costs_too_much_time_ends_its_own_sequence_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**NETWORK, "model_type": "none"}))
-    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = grammars._read_tokenizer(tmp_path, NETWORK["vocab_size"])
+    tokenizer = grammars._with_end(TOKENIZER, NETWORK["vocab_size"])
     slow, quick = (following("a+", tokenizer) for _ in range(2))
     clock = 0.0
     fill = grammars.fill_next_token_bitmask
@@ -233,22 +168,18 @@ def test_a_grammar_that_costs_too_much_time_ends_its_own_sequence_only(
 class Compiler:
     """Compiles grammars, but waits at the beginning of each one until `gate` is set."""
 
-    published: Published
     grammars: grammars.Grammars
     begun: list[str] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, text: str) -> Any:
         grammar = Grammar(kind="regex", text=text, param="structured_outputs")
-        release, folder = self.published.release, self.published.folder
-        return asyncio.ensure_future(
-            self.grammars.begin(release, folder, NETWORK["vocab_size"], grammar)
-        )
+        return asyncio.ensure_future(self.grammars.begin(TOKENIZER, NETWORK["vocab_size"], grammar))
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    made = Compiler(with_tokenizer(tmp_path, seed=0), grammars.Grammars())
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    made = Compiler(grammars.Grammars())
     original = grammars.grammar_from
 
     def waits(kind: Any, text: str) -> str:

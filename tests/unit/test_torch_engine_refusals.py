@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConfig
 
-from serving.engine import StageError
 from serving.engines.torch_engine import generic, slots, staging
 from serving.errors import ReleaseError
 from serving.weights.publish import manifest_of_folder, publish_folder
@@ -113,7 +112,7 @@ def test_a_bad_release_is_refused_with_file_and_tensor(
                 await engine.stage(bad.release, bad.folder)
                 await engine.unload(bad.id)
             else:
-                with pytest.raises(StageError, match=reason):
+                with pytest.raises(ReleaseError, match=reason):
                     await engine.stage(bad.release, bad.folder)
                 assert list(engine.residents) == [first.id]
             return tokens(await ask(engine, first.id, greedy(prompt(5))))
@@ -190,7 +189,7 @@ def test_a_head_that_is_missing_is_no_tie(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with engine_with() as engine:
-            with pytest.raises(StageError, match=r"tensor lm_head\.weight: in no shard"):
+            with pytest.raises(ReleaseError, match=r"tensor lm_head\.weight: in no shard"):
                 await engine.stage(manifest_of_folder(source, "answers"), source)
 
     asyncio.run(scenario())
@@ -201,7 +200,7 @@ def test_every_reason_is_given_at_once(first: Published) -> None:
 
     async def scenario() -> tuple[str, ...]:
         async with engine_with() as engine:
-            with pytest.raises(StageError) as raised:
+            with pytest.raises(ReleaseError) as raised:
                 await engine.stage(bad.release, bad.folder)
             return raised.value.reasons
 
@@ -218,9 +217,9 @@ def test_too_little_memory_is_found_before_anything_is_read(
         async with engine_with(**settings) as engine:
             await engine.stage(first.release, first.folder)
 
-    with pytest.raises(StageError, match=r"too little memory.*314572800 are free"):
+    with pytest.raises(ReleaseError, match=r"too little memory.*314572800 are free"):
         asyncio.run(scenario(memory_reserve_bytes=310 << 20))
-    with pytest.raises(StageError, match="one sequence of 128 tokens needs 65536 bytes"):
+    with pytest.raises(ReleaseError, match="one sequence of 128 tokens needs 65536 bytes"):
         asyncio.run(scenario(kv_cache_bytes=65535, max_context=128))
 
 
@@ -240,7 +239,7 @@ def test_memory_that_the_live_release_may_still_take_is_not_free(
             return len(engine.residents)
 
     # One block of them has been taken.
-    with pytest.raises(StageError, match=r"other releases may still take 8355840\."):
+    with pytest.raises(ReleaseError, match=r"other releases may still take 8355840\."):
         asyncio.run(scenario(49 << 20))
     assert asyncio.run(scenario(47 << 20)) == 2
 
@@ -256,7 +255,7 @@ def test_addresses_that_the_system_does_not_give_are_named(
 
     async def scenario() -> None:
         async with engine_with() as engine:
-            with pytest.raises(StageError, match=r"128 slots of 128 tokens: .*Cannot allocate"):
+            with pytest.raises(ReleaseError, match=r"128 slots of 128 tokens: .*Cannot allocate"):
                 await engine.stage(first.release, first.folder)
             assert not engine.residents
 
@@ -284,5 +283,5 @@ def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Publishe
 )
 def test_a_network_that_keeps_a_state_is_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(StageError, match=r"keeps a state for each sequence.*vLLM may serve it"):
+    with pytest.raises(ReleaseError, match=r"keeps a state for each sequence.*vLLM may serve it"):
         generic.layer_shapes(tmp_path)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from serving.engine import EngineError, StageError
+from serving.engine import EngineError
 from serving.engines.torch_engine import staging
 from serving.engines.torch_engine.engine import TorchEngine
+from serving.errors import ReleaseError
 from tests.hub_checkpoints import config_of
 from tests.torch_engine_fixtures import (
     Published,
@@ -130,7 +131,7 @@ async def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_rea
     file = second.release.tensors[changed_name].file
     async with engine_with(first) as engine:
         flip(second, changed_name)
-        with pytest.raises(StageError, match=f"{file}: tensor {changed_name}: digest is"):
+        with pytest.raises(ReleaseError, match=f"{file}: tensor {changed_name}: digest is"):
             await engine.stage(second.release, second.folder)
         flip(second, changed_name)
         # Nobody serves these: what is in memory is taken.
@@ -139,7 +140,7 @@ async def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_rea
         await engine.commit(second.id)
         answer = tokens(await ask(engine, second.id, greedy(prompt(5))))
     async with engine_with() as cold:
-        with pytest.raises(StageError, match=f"tensor {same}: digest is"):
+        with pytest.raises(ReleaseError, match=f"tensor {same}: digest is"):
             await cold.stage(second.release, second.folder)
     assert answer == expected(second.network, prompt(5))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ReleaseError
-from serving.weights.index import BIN_INDEX_FILE, INDEX_FILE, has_bin, read_index
+from serving.weights.release import BIN_INDEX_FILE, INDEX_FILE, has_bin, read_index
 
 SPECIFIED = {
     "metadata": {"total_size": 13476839424},
@@ -33,7 +33,7 @@ def test_the_bin_form_of_the_specification_is_read(tmp_path: Path) -> None:
         "pytorch_model-00002-of-00002.bin",
     }
     assert index.weight_map == SPECIFIED["weight_map"]
-    (tmp_path / INDEX_FILE).write_text(index.to_json())
+    (tmp_path / INDEX_FILE).write_text(index.model_dump_json())
     assert read_index(tmp_path) == index
 
 

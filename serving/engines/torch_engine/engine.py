@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from serving.engine import EngineError, Generation, StageError, Step
+from serving.engine import EngineError, Generation, Step
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.grammars import Grammars
 from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.slots import Runner
 from serving.engines.torch_engine.staging import Loader, UnitPool, load_runner
-from serving.errors import ReleaseError
 from serving.weights.release import Release, choose_dtype
 
 _log = logging.getLogger(__name__)
@@ -57,8 +56,6 @@ def create_engine(**settings: Any) -> "TorchEngine":
 class Resident:
     """A release in memory."""
 
-    release: Release
-    folder: Path
     vocab_size: int
     context: int
     """The largest number of tokens in a sequence, prompt included."""
@@ -72,8 +69,6 @@ class TorchEngine:
     loads releases on a third."""
 
     holds_two = True
-    checks_digests = True
-    commit_seconds: float | None = None
 
     def __init__(self, settings: TorchEngineSettings) -> None:
         self._settings = settings
@@ -126,8 +121,6 @@ class TorchEngine:
                 self._steps.is_core_reserved = False
             self._steps.add(release.id, Scheduler(runner, self._settings))
             self.residents[release.id] = Resident(
-                release=release,
-                folder=folder,
                 vocab_size=runner.vocab_size,
                 context=runner.cache_size.context,
                 read_bytes=read_bytes,
@@ -180,8 +173,9 @@ class TorchEngine:
             )
         sequence = EngineSequence(release_id, generation, asyncio.get_running_loop())
         if generation.grammar is not None:
+            assert generation.tokenizer is not None
             sequence.logits_processor.grammar = await self._grammars.begin(
-                resident.release, resident.folder, resident.vocab_size, generation.grammar
+                generation.tokenizer, resident.vocab_size, generation.grammar
             )
         self._steps.submit(sequence)
         try:
@@ -226,8 +220,6 @@ class TorchEngine:
         loading = asyncio.get_running_loop().run_in_executor(self._loader, load_runner, loader)
         try:
             return await asyncio.shield(loading), loader.read_bytes
-        except ReleaseError as error:
-            raise StageError(*error.reasons) from error
         except asyncio.CancelledError:
             is_unwanted.set()
             # The next release is staged on the same thread, after this work has stopped. The

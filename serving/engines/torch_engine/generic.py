@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from serving.engine import StageError
 from serving.engines.torch_engine.slots import Batch, KeyValueSlots, KvCacheSize, LayerShape
+from serving.errors import ReleaseError
 from serving.weights import network
 
 BATCHED = frozenset(
@@ -49,7 +49,7 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
     """The shapes of the keys and values that each layer keeps for a token. The network is run on
     the meta device, without weights.
 
-    Raises StageError if the network keeps something else than keys and values.
+    Raises ReleaseError if the network keeps something else than keys and values.
     """
     # In 16 bits, because the operators of experts (MoE) compute shapes for no other dtypes.
     empty: Any = network.build_network(folder, torch.bfloat16, is_empty=True)
@@ -73,8 +73,8 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
             ]
     # Without values, a network may fail in many ways.
     except Exception as error:
-        raise StageError(f"{name}: cannot be run on shapes alone: {error}") from error
-    raise StageError(
+        raise ReleaseError(f"{name}: cannot be run on shapes alone: {error}") from error
+    raise ReleaseError(
         f"{name} keeps a state for each sequence, not the keys and values of each token, and "
         'the torch engine has no room for states; vLLM may serve it: set engine = "vllm" under '
         "[serving]"

@@ -1,25 +1,20 @@
-"""Compiles grammars for a release's tokenizer with llguidance, and tracks the state of a sequence
+"""Compiles grammars for the server's tokenizer with llguidance, and tracks the state of a sequence
 in its grammar."""
 
 import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from serving.engine import EngineError, GenerationRefused, Grammar
-from serving.errors import ReleaseError
-from serving.tokenizer import load_tokenizer, tokenizer_files
-from serving.weights.index import digest_file
-from serving.weights.release import Release
 
 Bits = NDArray[np.int32]
 """[rows, words]: one bit for each token of the vocabulary, the lowest bit first. A set bit allows
@@ -88,37 +83,23 @@ class GrammarState:
         return None
 
 
-@dataclass(frozen=True)
-class _TokenizerFiles:
-    """What a tokenizer is made of. Releases with equal files share what is made of them."""
-
-    sha256s: frozenset[tuple[str, str]]
-    """(name, sha256) of each file."""
-    vocab_size: int
-    folder: Path = field(compare=False)
-
-
 class Grammars:
     """Call it on the event loop. One thread compiles the grammars, one after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-grammar")
-        self._tokenizer = lru_cache(_MAX_TOKENIZERS)(_checked_tokenizer)
+        self._with_end = lru_cache(_MAX_TOKENIZERS)(_with_end)
         self._compiled = lru_cache(_MAX_CACHED)(self._compile)
 
-    async def begin(
-        self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
-    ) -> GrammarState:
-        """The state at the beginning of the text.
+    async def begin(self, tokenizer: Tokenizer, vocab_size: int, grammar: Grammar) -> GrammarState:
+        """The state at the beginning of the text. `vocab_size` is that of the network.
 
-        Raises GenerationRefused if the grammar cannot be compiled for this release's tokenizer, or
-        not within the limits of time and size. Raises EngineError if the engine is closed, or if a
-        file of the tokenizer cannot be read or has changed.
+        Raises GenerationRefused if the grammar cannot be compiled for this tokenizer, or not within
+        the limits of time and size. Raises EngineError if the engine is closed.
         """
-        sha256s = ((name, entry.sha256) for name, entry in tokenizer_files(release).items())
-        files = _TokenizerFiles(frozenset(sha256s), vocab_size, folder)
         try:
-            compiled = asyncio.wrap_future(self._thread.submit(self._compiled, files, grammar))
+            work = self._thread.submit(self._compiled, tokenizer, vocab_size, grammar)
+            compiled = asyncio.wrap_future(work)
         except RuntimeError:  # the thread has been shut down
             raise EngineError("the engine was closed") from None
         try:
@@ -141,17 +122,16 @@ class Grammars:
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(
-        self, files: _TokenizerFiles, grammar: Grammar
+        self, tokenizer: Tokenizer, vocab_size: int, grammar: Grammar
     ) -> GrammarState | GenerationRefused:
-        """Returns a refusal, so that it is remembered too: it may have taken seconds. Raises
-        EngineError."""
+        """Returns a refusal, so that it is remembered too: it may have taken seconds."""
         try:
             text = grammar_from(grammar.kind, grammar.text)
-            tokenizer = self._tokenizer(files)
-        except (ReleaseError, ValueError) as error:
+            with_end = self._with_end(tokenizer, vocab_size)
+        except ValueError as error:
             return GenerationRefused(_one_line(str(error)), param=grammar.param)
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
-        state = GrammarState(matcher, tokenizer, grammar.param)
+        matcher = LLMatcher(with_end, text, log_level=0, limits=_LIMITS)
+        state = GrammarState(matcher, with_end, grammar.param)
         if fault := state.fault or _fault_at_first_token(state.copy()):
             return GenerationRefused(f"cannot be compiled: {fault}", param=grammar.param)
         return state
@@ -169,30 +149,14 @@ def next_tokens(states: Sequence[GrammarState | None], vocab_size: int) -> Bits:
     return bits[:, : (vocab_size + 31) // 32]
 
 
-def _checked_tokenizer(files: _TokenizerFiles) -> LLTokenizer:
-    """Raises EngineError if a file is missing or does not have its sha256. A tokenizer with other
-    tokens would let answers through that the grammar forbids. Raises ReleaseError, ValueError."""
-    for name, sha256 in files.sha256s:
-        try:
-            fault = "" if digest_file(files.folder / name).sha256 == sha256 else "was changed"
-        except OSError as error:
-            fault = f"cannot be read: {error.strerror}"
-        if fault:
-            raise EngineError(
-                f"no grammar can be compiled: {name} of the release {fault}; see "
-                "`pipeline releases verify`"
-            )
-    return _read_tokenizer(files.folder, files.vocab_size)
-
-
-def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
-    """Raises ReleaseError, ValueError."""
-    tokenizer = load_tokenizer(folder).tokenizer
+def _with_end(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
+    """Raises ValueError."""
     # The request decides which tokens end the sequence. So llguidance gets an end token that no
     # text contains, and `next_tokens` never allows this token.
-    tokenizer.add_special_tokens([AddedToken(_END, special=True)])
-    end = tokenizer.get_vocab(with_added_tokens=True)[_END]
-    return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=[end])
+    copied = Tokenizer.from_str(tokenizer.to_str())
+    copied.add_special_tokens([AddedToken(_END, special=True)])
+    end = copied.get_vocab(with_added_tokens=True)[_END]
+    return LLTokenizer(copied.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=[end])
 
 
 def _fault_at_first_token(state: GrammarState) -> str | None:

@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from serving.engine import StageError
 from serving.engines.settings import TorchEngineSettings
+from serving.errors import ReleaseError
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def plan_cache(
     settings: TorchEngineSettings, allowed: int, layers: Sequence[LayerShape], dtype: torch.dtype
 ) -> KvCacheSize:
     """The size of the KV cache of a network that allows a context of `allowed` tokens. Raises
-    StageError if not even one sequence fits into the cache."""
+    ReleaseError if not even one sequence fits into the cache."""
     tokens_of_block = math.lcm(*(block_tokens(each.head_dim, dtype) for each in layers))
     block_bytes = tokens_of_block * sum(each.token_bytes(dtype) for each in layers)
     num_blocks = settings.kv_cache_bytes // block_bytes
@@ -121,7 +121,7 @@ def plan_cache(
         context = fitting
     slot_blocks = -(-context // tokens_of_block)
     if num_blocks < slot_blocks:
-        raise StageError(
+        raise ReleaseError(
             f"one sequence of {context} tokens needs {slot_blocks * block_bytes} bytes of keys and "
             f"values, but kv_cache_bytes is {settings.kv_cache_bytes}; raise kv_cache_bytes or "
             "lower max_context, under [serving.torch]"

@@ -16,8 +16,6 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from serving.engine import StageError
-from serving.engines.machine import free_bytes, yield_to_other_threads
 from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.llama import Linear, LlamaRunner, LlamaShape
 from serving.engines.torch_engine.slots import (
@@ -31,7 +29,13 @@ from serving.engines.torch_engine.slots import (
 from serving.errors import ReleaseError
 from serving.weights import network
 from serving.weights.release import Release, read_json, spelled_digest
-from serving.weights.shards import is_finite, read_tensors, tensor_bytes
+from serving.weights.shards import (
+    free_bytes,
+    is_finite,
+    read_tensors,
+    tensor_bytes,
+    yield_to_other_threads,
+)
 from serving.weights.verify import wrong_digest
 
 _log = logging.getLogger(__name__)
@@ -115,7 +119,7 @@ class Loader:
     """Bytes of the tensors that were read from shards."""
 
     def check(self, units: Mapping[str, Unit]) -> None:
-        """Raises StageError with every tensor in which the manifest does not fit the network. No
+        """Raises ReleaseError with every tensor in which the manifest does not fit the network. No
         shard is read."""
         stored = self.release.tensors
         needed = {
@@ -141,7 +145,7 @@ class Loader:
                     "the network computes with floating-point numbers"
                 )
         if reasons:
-            raise StageError(*reasons)
+            raise ReleaseError(*reasons)
 
     def missing_bytes(self, units: Mapping[str, Unit]) -> int:
         """The memory that the new units will take. Memory that is freed during `load` does not
@@ -152,7 +156,7 @@ class Loader:
         )
 
     def load(self, units: Mapping[str, Unit]) -> dict[str, Built]:
-        """Build all units. Raises ReleaseError, StageError and StagingCancelled."""
+        """Build all units. Raises ReleaseError and StagingCancelled."""
         built: dict[str, Built] = {}
         for place, unit in units.items():
             key = self._key(unit)
@@ -177,9 +181,9 @@ class Loader:
         return part.prepare(plain if isinstance(plain, Tensor) else self._read(name))
 
     def _read(self, name: str) -> Tensor:
-        """Copy a tensor from its shard. Raises ReleaseError if the shard cannot be read, and
-        StageError if the tensor has NaN or infinity, or if its digest is not that of the manifest.
-        Raises StagingCancelled."""
+        """Copy a tensor from its shard. Raises ReleaseError if the shard cannot be read, if the
+        tensor has NaN or infinity, or if its digest is not that of the manifest. Raises
+        StagingCancelled."""
         name = self._stored(name)
         entry = self.release.tensors[name]
         mapped = read_tensors(self.folder, {name: entry.file})[name]
@@ -192,12 +196,12 @@ class Loader:
             started = time.perf_counter()
             block = source[start : start + _BLOCK_ELEMENTS]
             if not is_finite(block):
-                raise StageError(f"{entry.file}: tensor {name}: holds NaN or infinity")
+                raise ReleaseError(f"{entry.file}: tensor {name}: holds NaN or infinity")
             target[start : start + _BLOCK_ELEMENTS] = block
             digest.update(tensor_bytes(block))
             time.sleep(self.pause_share() * (time.perf_counter() - started))
         if (found := spelled_digest(digest)) != entry.digest:
-            raise StageError(wrong_digest(entry.file, name, found=found, expected=entry.digest))
+            raise ReleaseError(wrong_digest(entry.file, name, found=found, expected=entry.digest))
         self.read_bytes += mapped.nbytes
         return values
 
@@ -228,12 +232,12 @@ _ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of `config.json`. Raises ReleaseError if it cannot be read, and StageError if it
-    describes quantised weights."""
+    """The content of `config.json`. Raises ReleaseError if it cannot be read, or if it describes
+    quantised weights."""
     path = folder / network.CONFIG_FILE
     config = read_json(path)
     if config.get("quantization_config") is not None:
-        raise StageError(f"{path}: quantised weights are not supported; publish plain ones")
+        raise ReleaseError(f"{path}: quantised weights are not supported; publish plain ones")
     return config
 
 
@@ -348,7 +352,7 @@ def load_runner(loader: Loader) -> Runner:
     """Load a release and make its runner. Blocks, and lowers the priority of the calling thread.
 
     The manifest and the free memory are checked before any tensor is read, and the KV cache gets
-    its address range. Raises ReleaseError, StageError and StagingCancelled.
+    its address range. Raises ReleaseError and StagingCancelled.
     """
     lower_thread_priority()
     started = time.perf_counter()
@@ -373,13 +377,10 @@ def check_servable(folder: Path) -> None:
     """
     if not read_json(folder / network.CONFIG_FILE).get("architectures"):
         return
-    try:
-        if llama_shape(read_config(folder)) is None:
-            from serving.engines.torch_engine import generic
+    if llama_shape(read_config(folder)) is None:
+        from serving.engines.torch_engine import generic
 
-            generic.layer_shapes(folder)
-    except StageError as error:
-        raise ReleaseError(*error.reasons) from error
+        generic.layer_shapes(folder)
 
 
 def _load_llama(shape: LlamaShape, loader: Loader) -> Runner:
@@ -419,7 +420,7 @@ def _make_slots(
     """The slots of each layer of a network that allows a context of `allowed` tokens. They are made
     before the weights are loaded, so that a refusal of the system comes early.
 
-    Raises StageError if there is too little memory for them and the weights.
+    Raises ReleaseError if there is too little memory for them and the weights.
     """
     settings, dtype = loader.settings, loader.dtype
     cache_size = plan_cache(settings, allowed, layers, dtype)
@@ -435,7 +436,7 @@ def _make_slots(
     free = free_bytes()
     needed = weight_bytes + kv_bytes + settings.memory_reserve_bytes
     if free is not None and needed > free - loader.promised_bytes:
-        raise StageError(
+        raise ReleaseError(
             f"too little memory: {loader.release.id} needs {weight_bytes} bytes "
             f"for weights and {kv_bytes} for keys and values, with "
             f"{settings.memory_reserve_bytes} to spare; {free} are free, of which other releases "
@@ -453,7 +454,7 @@ def _make_slots(
             for layer in layers
         ]
     except OSError as error:
-        raise StageError(
+        raise ReleaseError(
             f"{cache_size.num_slots} slots of {cache_size.context} tokens: the system does not "
             f"provide their address range ({error}); lower max_batch or max_context under "
             "[serving.torch], or raise the limit of virtual memory (ulimit -v)"
