@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jobs.temporary_failures import is_temporary
+from jobs.errors import is_temporary
 
 IDENTITY = "job.json"
 """Says which job the folder belongs to. The job id in the folder's name is not enough: a new
@@ -83,6 +83,18 @@ def is_of_another_job(folder: Path, identity: dict[str, Any]) -> bool:
         if is_temporary(error):
             raise
         return True
+
+
+def read_log(folder: Path, identity: dict[str, Any], offset: int) -> bytes:
+    """Up to a MiB of the job's log, starting at byte `offset`. Empty if there is no log yet."""
+    if is_of_another_job(folder, identity):
+        return b""
+    try:
+        with (folder / LOG).open("rb") as log:
+            log.seek(offset)
+            return log.read(1 << 20)
+    except FileNotFoundError:
+        return b""
 
 
 def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:

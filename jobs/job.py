@@ -291,7 +291,7 @@ def job_environment(
     variables = {
         **SHORT_SPINS,
         **runner_env,
-        **thread_variables(job.spec.resources.num_threads or num_threads),
+        **thread_variables(num_threads),
         "PYTHONUNBUFFERED": "1",
         "GIT_COMMITTER_NAME": f"job {job.id}",
         "GIT_COMMITTER_EMAIL": f"{job.id}@{COMMITTER_DOMAIN}",

@@ -7,12 +7,12 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from jobs.errors import TEMPORARY_FAILURE, is_temporary
 from jobs.folder import LOG, OUTCOME
 from jobs.job import Job, delivery_ids, failure
 from jobs.outcome import JobOutcome
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
-from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 
 _RETRY_FACTOR = 4
 """After a temporary failure, the next attempt waits for `retry_seconds`. Each earlier attempt that
@@ -45,7 +45,7 @@ def record_end(
     has ended, or gets another attempt. Raises LeaseLost, StoreError, and OSError as
     `outcome_of_exit` does."""
     assert job.owner is not None
-    result = outcome_of_exit(job, job_dir, exit, stop_reason, settings.time_limit(job))
+    result = outcome_of_exit(job, job_dir, exit, stop_reason, settings.timeout_seconds)
     if isinstance(result, Lost):
         if stop_reason == "shutdown":
             return store.release(job.id, job.owner)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jobs.agent import BEAT_NOW, Attempt
-from jobs.errors import JobNotFound, LaunchError, LeaseLost, SealBroken, StoreError
+from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
 from jobs.fork_server import ForkServer
 from jobs.job import FindHead, Job, delivery_ids, failure, job_environment, log_fields
@@ -35,9 +35,7 @@ from jobs.process import (
 )
 from jobs.sealed import unseal
 from jobs.settings import JobsSettings
-from jobs.spec import JobSpec
 from jobs.store import JobStore
-from jobs.temporary_failures import is_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -109,24 +107,14 @@ class Runner:
         """Owner → when this runner has first seen that the lease has run out. Monotonic clock."""
         self._stopping_since: float | None = None
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: threading.Event, *, until_idle: bool = False) -> None:
         """Run jobs until `stop` is set. Then end the processes of the running jobs, and return. A
-        job that has not ended by then gets a new attempt from the next runner.
+        job that has not ended by then gets a new attempt from the next runner. With `until_idle`,
+        also return when every job of the store has ended, including those of other runners.
 
         If the store fails, the runner tries again until the store works. Raises StoreError if the
         store fails after `stop` was set, and LaunchError if `jobs_dir` cannot be used.
         """
-        self._run(stop, until_idle=False)
-
-    def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until every job of the store has ended. If `stop` is set before that, end the
-        processes of the running jobs and return, as `run` does.
-
-        This runner also waits for the jobs of other runners.
-        """
-        self._run(stop, until_idle=True)
-
-    def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
         self._prepare()
         while True:
             try:
@@ -302,17 +290,12 @@ class Runner:
         assert job.owner is not None and self._start_agent is not None
         job_dir = self._jobs_dir / job.id
         try:
-            if job.spec.launcher != "local":
-                raise LaunchError(
-                    f"There is no launcher {job.spec.launcher!r}; this runner has only `local`. "
-                    "Submit the job again with the launcher `local`."
-                )
             env = job_environment(
                 job,
                 job_dir,
                 {**self._environment, **self._of_attempt(job)},
                 num_threads=self._settings.threads(),
-                unsealed=_unsealed(job.spec, self._secret_key),
+                unsealed=unseal(job.spec.sealed_env, self._secret_key),
             )
             self._start_agent(
                 Attempt(
@@ -322,7 +305,6 @@ class Runner:
                     jobs_dir=self._jobs_dir,
                     command=job.spec.command,
                     env=env,
-                    niceness=job.spec.resources.niceness,
                     settings=self._settings,
                 )
             )
@@ -353,17 +335,6 @@ def _is_left_behind(job: Job) -> bool:
         return False
     runner = process_here(job.owner.rpartition("/")[0])
     return runner is not None and not is_alive(runner) and is_alive(agent)
-
-
-def _unsealed(spec: JobSpec, secret_key: bytes | None) -> dict[str, str]:
-    if spec.sealed_env is None:
-        return {}
-    if secret_key is None:
-        raise SealBroken(
-            "The job's spec has secrets, but this runner has no key to decrypt them: start the "
-            "runner with the key that encrypted them."
-        )
-    return unseal(spec.sealed_env, secret_key)
 
 
 def _log_end(job: Job) -> None:

@@ -299,7 +299,7 @@ def _as_store_error(engine: Engine) -> Iterator[None]:
         ) from error
 
 
-SCHEMA_REVISION = "jobs2"
+SCHEMA_REVISION = "jobs3"
 """The schema that this module declares. It is recorded as Alembic, a library that upgrades database
 schemas, records its revisions."""
 

@@ -20,8 +20,16 @@ def seal(variables: Mapping[str, str], key: bytes) -> str:
     return Fernet(key).encrypt(json.dumps(dict(variables)).encode()).decode()
 
 
-def unseal(token: str, key: bytes) -> dict[str, str]:
-    """Decrypt the variables. Raises SealBroken if `token` was not encrypted with `key`."""
+def unseal(token: str | None, key: bytes | None) -> dict[str, str]:
+    """Decrypt the variables; a token of None has none. Raises SealBroken if there is no `key`, or
+    if `token` was not encrypted with it."""
+    if token is None:
+        return {}
+    if key is None:
+        raise SealBroken(
+            "The job's spec has secrets, but this runner has no key to decrypt them: start the "
+            "runner with the key that encrypted them."
+        )
     try:
         variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
     except InvalidToken:

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from jobs.job import Job
-from jobs.logs import follow_log, read_log
 from jobs.store import JobStore
 from pipeline.cli.job_access import (
     JobArgument,
@@ -29,6 +28,7 @@ from pipeline.cli.job_access import (
     timed_out,
 )
 from pipeline.cli.jobs_run import run
+from pipeline.cli.progress import follow_output
 from pipeline.cli.project import ChangesStack, project_home
 from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
 from pipeline.doctor.facts import subject
@@ -111,15 +111,8 @@ def logs(
     home = project_home()
     with reading_store(home) as store:
         store, found = find_job(store, job, latest)
-        if follow:
-            for text in follow_log(store, home.jobs_dir, found.id):
-                sys.stdout.buffer.write(text)
-                sys.stdout.flush()
-        else:
-            offset = 0
-            while text := read_log(home.jobs_dir, found, offset):
-                sys.stdout.buffer.write(text)
-                offset += len(text)
+        deadline = None if follow else time.monotonic()
+        follow_output(store, found.id, home, sys.stdout.buffer, deadline)
 
 
 @app.command(cls=ChangesStack)

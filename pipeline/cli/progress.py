@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from jobs.folder import is_of_another_job
+from jobs.folder import is_of_another_job, read_log
 from jobs.job import Job
-from jobs.logs import read_log
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -68,7 +67,7 @@ def follow_output(
     Returns the job. If the deadline came first, the job has not ended. Raises PipelineError if no
     runner is up that could run the job.
     """
-    offset = 0
+    folder, offset = home.jobs_dir / job_id, 0
     told = None
 
     def show(job: Job) -> None:
@@ -76,7 +75,7 @@ def follow_output(
         if output is not None and job.waits_for not in (None, told):
             print(f"waits: {job.waits_for}", file=sys.stderr)
             told = job.waits_for
-        while output is not None and (text := read_log(home.jobs_dir, job, offset)):
+        while output is not None and (text := read_log(folder, job.identity, offset)):
             offset += len(text)
             output.write(text)
             output.flush()

@@ -163,7 +163,6 @@ class JobLauncher:
             "command": list(spec.command),
             "environment": spec.env,
             "labels": spec.labels,
-            "timeout": spec.resources.timeout_seconds,
         }
 
     def launch(self, due: Due, webhook: StoredWebhook) -> dict[str, Any]:

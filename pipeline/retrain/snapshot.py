@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from jobs.temporary_failures import is_temporary
+from jobs.errors import is_temporary
 from pipeline.retrain.dataset import is_needed
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.sources import DatasetHub, GitDataset, Revision

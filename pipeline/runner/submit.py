@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from jobs.errors import HeadAway, NoHead
 from jobs.folder import SPEC
 from jobs.job import FindHead, Head, Job
-from jobs.spec import JobSpec, Resources, RevisionRange, is_git_url
+from jobs.spec import JobSpec, RevisionRange, is_git_url
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -231,9 +231,6 @@ def retrain_rule(
             # the runner sets the variable, because only the runner knows the hub's present port.
             **({"DATASET_ENDPOINT": other_hub} if other_hub is not None else {}),
         },
-        resources=Resources(
-            num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds
-        ),
     )
 
 

@@ -166,7 +166,7 @@ def test_an_attempt_that_has_ended_though_its_start_failed_stays_as_it_is(house:
 
     job = house.store.submit(program("die"))
     runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=end_and_fail)
-    runner.run_until_idle(threading.Event())
+    runner.run(threading.Event(), until_idle=True)
     assert house.store.get(job.id).state == "COMPLETED"
 
 

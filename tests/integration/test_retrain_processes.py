@@ -147,7 +147,6 @@ def test_no_process_outlives_the_agent_of_its_job_and_the_training_goes_on(
             jobs_dir=tmp_path / "agents",
             command=command,
             env=pipeline.environ(folder),
-            niceness=7,
             settings=JobsSettings(),
         )
     )
