@@ -247,7 +247,7 @@ def promote(
     job = RetrainJob.of(
         os.environ,
         records,
-        RetrainSettings.model_validate(rule.settings),
+        RetrainSettings.model_validate(rule.spec.settings),
         None
         if sha is None
         else RevisionRange(

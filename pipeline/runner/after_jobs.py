@@ -32,6 +32,7 @@ from pipeline.hub.webhooks import jobs_of_webhooks
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import RETRAINING
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
 from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_replacement
@@ -48,9 +49,6 @@ KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
 """This many of the newest jobs of each pipeline stay in the store, however old they are. This many
 of the newest plain commands (jobs of no pipeline) stay too."""
-RETRAINING = "pipeline.retrain"
-"""The Python module that the command of the built-in retraining runs. Only jobs with this command
-have checkpoints that `remove_unneeded_files` may remove."""
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 

@@ -9,6 +9,7 @@ has the dataset, or with `git ls-remote`.
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,8 @@ from serving.weights.release import Lineage
 
 logger = logging.getLogger(__name__)
 
+RETRAINING = "pipeline.retrain"
+"""The Python module that the command of the built-in retraining runs."""
 ASK_SECONDS = 5.0
 """How long to wait for an answer. The runner does nothing else meanwhile."""
 
@@ -213,13 +216,9 @@ def retrain_rule(
         force_reason=force_reason,
         skip_if=skip_if,
     )
-    trainer = {} if pipeline.command is None else {"command": pipeline.command}
-    return RetrainRule(
-        **trainer,
+    spec = JobSpec(
+        command=pipeline.command or (sys.executable, "-m", RETRAINING),
         pipeline=pipeline.name,
-        dataset=pipeline.dataset,
-        endpoint=other_hub,
-        ref=ref,
         debounce_seconds=pipeline.debounce_seconds,
         max_wait_seconds=pipeline.max_wait_seconds,
         settings=retrain.model_dump(mode="json"),
@@ -232,6 +231,7 @@ def retrain_rule(
             **({"DATASET_ENDPOINT": other_hub} if other_hub is not None else {}),
         },
     )
+    return RetrainRule(spec=spec, dataset=pipeline.dataset, endpoint=other_hub, ref=ref)
 
 
 def submit_retraining(
@@ -275,7 +275,7 @@ def submit_retraining(
     if payload is None and sha is not None:
         payload = dataset.push_payload(revisions, None, "by-hand")
     # The job need not wait for deliveries, because a job by hand gets none.
-    spec = rule.job_spec(revisions).model_copy(update={"debounce_seconds": 0.0})
+    spec = rule.spec.model_copy(update={"revisions": revisions, "debounce_seconds": 0.0})
     return store.submit(spec, payload=payload, by_hand=True)
 
 
@@ -304,7 +304,7 @@ def submit_command(
     """
     env = {}
     if pipeline is not None:
-        env = retrain_rule(settings, home, pipeline).env
+        env = retrain_rule(settings, home, pipeline).spec.env
         if payload is None:
             dataset = _dataset_of(hub_url, home, settings, pipeline)
             ref = full_ref(pipeline.ref)

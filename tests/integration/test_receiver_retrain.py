@@ -19,7 +19,12 @@ from jobs.store import JobStore
 from receiver.retrain import retrain_handler
 from receiver.rules import RetrainRule
 from receiver.webhooks_server import WebhooksServer
-from tests.receiver_fixtures import no_secret_in_the_environment, serve, store  # noqa: F401
+from tests.receiver_fixtures import (  # noqa: F401
+    no_secret_in_the_environment,
+    rule,
+    serve,
+    store,
+)
 from tests.receiver_payloads import (
     GITHUB_PUSH,
     NEW,
@@ -31,11 +36,9 @@ from tests.receiver_payloads import (
 )
 
 RULES = [
-    RetrainRule(
-        pipeline="answers", dataset="acme/answers", settings={"seed": 1}, debounce_seconds=0
-    ),
-    RetrainRule(pipeline="answers-dev", dataset="acme/answers", ref="dev"),
-    RetrainRule(pipeline="answers-small", dataset="acme/answers", ref="dev"),
+    rule(settings={"seed": 1}),
+    rule("answers-dev", ref="dev"),
+    rule("answers-small", ref="dev"),
 ]
 
 
@@ -161,9 +164,7 @@ def test_ids_that_a_database_cannot_store_are_escaped(
 def test_a_github_push_to_a_repository_by_url(store: JobStore) -> None:
     url = GITHUB_PUSH["repository"]["clone_url"]
     server = WebhooksServer(webhook_secret="s3cret")
-    server.add_webhook("/retrain", proof="github")(
-        retrain_handler(store, [RetrainRule(pipeline="hello", dataset=url)])
-    )
+    server.add_webhook("/retrain", proof="github")(retrain_handler(store, [rule("hello", url)]))
     with TestClient(server.app) as client:
 
         def send(payload: dict[str, Any], id: str) -> Any:
