@@ -36,15 +36,16 @@ _WRITTEN = (IDENTITY, SPEC, PAYLOAD)
 """The files of a job's folder that this package writes."""
 
 
-def write_by_rename(path: Path, content: str, *, durable: bool = False) -> None:
+def write_by_rename(path: Path, content: str, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write to a temporary file and rename it, so that a reader sees either the complete old
     content or the complete new content.
 
     With `durable`, the file also survives a power cut. Use `durable` for content that cannot be
-    produced a second time.
+    produced a second time. `mode` has the permissions of a file that this user's umask allows.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        temporary.touch(mode)
         with temporary.open("w", encoding="utf-8") as file:
             file.write(content)
             if durable:

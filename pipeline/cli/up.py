@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from jobs.errors import StoreError
-from jobs.process import is_alive
+from jobs.process import is_alive, send_signal
 from jobs.spec import is_git_url
 from pipeline.cli.project import ChangesStack, project_home
 from pipeline.doctor.facts import Journal
@@ -21,7 +21,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.job_store import check_schemas, open_job_store
 from pipeline.settings import Settings, load_settings
-from pipeline.stack.record import read_stack, suspended_stack
+from pipeline.stack.record import read_stack
 from pipeline.stack.services import services_of
 from pipeline.stack.subscriptions import subscribe, subscribe_at_other_hubs
 from pipeline.stack.supervisor import STOP_SECONDS, Stack, lock_stack
@@ -100,12 +100,13 @@ def down() -> None:
     if record is None:
         raise PipelineError(f"nothing is up in {home.root}, so there is nothing to stop")
     os.kill(record.process.pid, signal.SIGTERM)
+    send_signal(record.process.pid, signal.SIGCONT)  # a suspended stack would not stop
     began = time.monotonic()
     deadline = began + STOP_SECONDS * (len(record.children) + 1)
     is_reported = False
     while is_alive(record.process):
         if time.monotonic() > (deadline if is_reported else began + REPORT_SECONDS):
-            waits_for = suspended_stack(record) or (
+            waits_for = (
                 f"the stack (process {record.process.pid}) has not stopped yet; to see why, read "
                 f"{home.log_file('up')}"
             )

@@ -24,7 +24,6 @@ from pipeline.paths import Home, settings_file
 from pipeline.settings import (
     HANG_SECONDS,
     SETTINGS_COPY,
-    settings_digest,
     write_settings_copy,
 )
 from pipeline.stack.record import Child, StackRecord, last_record
@@ -94,7 +93,6 @@ class Stack:
         self._running: dict[str, _Running] = {}
         self._check_files_at = 0.0
         self._stack_started_at = time.time()
-        self._settings_digest = settings_digest()
         self._has_started = False
         """Whether `start` has succeeded. `_is_ready` does not tell this: a stack for one job
         (`pipeline/runner/by_hand.py`) starts, but is never marked as ready."""
@@ -275,7 +273,6 @@ class Stack:
             process=identify(process.pid),
             url=service.url,
             pipeline=service.pipeline,
-            metrics_port=service.metrics_port,
             started_at=time.time(),
             num_restarts=child.record.num_restarts + is_restart,
             last_end=child.record.last_end,
@@ -326,7 +323,6 @@ class Stack:
             process=me,
             started_at=self._stack_started_at,
             is_ready=self._is_ready,
-            settings_digest=self._settings_digest,
             children=tuple(child.record for child in self._running.values()),
         )
 
