@@ -5,6 +5,10 @@ the package `jobs` explains terms such as lease, lost and push job.
 The job sends its token to the services that `pipeline up` started, to prove which job it is. The
 token names its attempt and is signed (HMAC-SHA256) with a key that the services share. The store
 does not keep tokens: a token is valid as long as the store says that its attempt runs.
+
+The secret variables of a job are in its spec only in encrypted form (`seal`), with a Fernet key (a
+symmetric key of the library `cryptography`) that the hub and the runner share. So nobody can read
+them in the database, in `spec.json` or in lists of jobs.
 """
 
 import hashlib
@@ -16,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from jobs.errors import JobNotFound
+from cryptography.fernet import Fernet, InvalidToken
+
+from jobs.errors import JobNotFound, SealBroken
 from jobs.folder import PAYLOAD
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
@@ -256,6 +262,32 @@ def job_of_token(token: str, store: _Jobs, key: bytes) -> Job | None:
 def _signature(job_id: str, attempt: int, key: bytes) -> str:
     message = f"attempt token {job_id} {attempt}".encode()
     return hmac.new(key, message, hashlib.sha256).hexdigest()
+
+
+def seal(variables: Mapping[str, str], key: bytes) -> str:
+    """Encrypt the variables. Returns the text for `JobSpec.sealed_env`. `key` must be the runner's
+    Fernet key."""
+    return Fernet(key).encrypt(json.dumps(dict(variables)).encode()).decode()
+
+
+def unseal(token: str | None, key: bytes | None) -> dict[str, str]:
+    """Decrypt the variables; a token of None has none. Raises SealBroken if there is no `key`, or
+    if `token` was not encrypted with it."""
+    if token is None:
+        return {}
+    if key is None:
+        raise SealBroken(
+            "The job's spec has secrets, but this runner has no key to decrypt them: start the "
+            "runner with the key that encrypted them."
+        )
+    try:
+        variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
+    except InvalidToken:
+        raise SealBroken(
+            "The job's secrets were encrypted with another key: start the hub and the runner with "
+            "the same key, or submit the job again with its secrets."
+        ) from None
+    return variables
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:

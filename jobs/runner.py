@@ -17,11 +17,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jobs.agent import BEAT_NOW, Attempt
+from jobs.agent import BEAT_NOW, Attempt, ForkServer
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
-from jobs.fork_server import ForkServer
-from jobs.job import FindHead, Job, delivery_ids, failure, job_environment, log_fields
+from jobs.job import FindHead, Job, delivery_ids, failure, job_environment, log_fields, unseal
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Exit, StopReason, record_end, record_outcome
 from jobs.process import (
@@ -33,7 +32,6 @@ from jobs.process import (
     process_here,
     send_signal,
 )
-from jobs.sealed import unseal
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
 

@@ -52,7 +52,7 @@ class JobSpec(_Record):
     """Environment variables for the command. If the runner passes on a variable of the same name,
     the value in `env` replaces the runner's value."""
     sealed_env: str | None = None
-    """More environment variables, encrypted by `jobs.sealed`. None if the job has no secrets."""
+    """More environment variables, encrypted by `jobs.job.seal`. None if the job has no secrets."""
     settings: dict[str, Any] = {}
     """Settings for the command, which reads them from `spec.json`. The job store does not interpret
     them."""

@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 import httpx
 
 from jobs.errors import JobError
-from jobs.job import Delivery
-from jobs.sealed import seal
+from jobs.job import Delivery, seal
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.hub import outbox

@@ -18,10 +18,9 @@ from unittest import mock
 import pytest
 from sqlalchemy import create_engine, text
 
-from jobs.agent import BEAT_NOW, NICENESS, Attempt
+from jobs.agent import BEAT_NOW, NICENESS, Attempt, ForkServer
 from jobs.errors import LaunchError, is_temporary
 from jobs.folder import COMPUTING, LOG, OUTCOME
-from jobs.fork_server import ForkServer
 from jobs.job import Job
 from jobs.process import process_here
 from jobs.schema import locked
@@ -166,7 +165,7 @@ def test_a_start_that_the_system_refuses_can_be_tried_again(
 ) -> None:
     bench.server._warming.join()
     process = mock.Mock(exitcode=1)
-    monkeypatch.setattr("jobs.fork_server._Process", lambda **_: process)
+    monkeypatch.setattr("jobs.agent._Process", lambda **_: process)
     with pytest.raises(LaunchError) as caught:
         bench.start("show_process")
     assert is_temporary(caught.value)

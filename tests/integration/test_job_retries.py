@@ -5,9 +5,8 @@ import threading
 
 import pytest
 
-from jobs.agent import Attempt
+from jobs.agent import Attempt, ForkServer
 from jobs.errors import LaunchError, is_temporary
-from jobs.fork_server import ForkServer
 from jobs.job import Job
 from jobs.runner import Runner
 from jobs.spec import JobSpec

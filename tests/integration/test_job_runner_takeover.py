@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.agent import Attempt
+from jobs.agent import Attempt, ForkServer
 from jobs.errors import LaunchError
 from jobs.folder import OUTCOME
-from jobs.fork_server import ForkServer
 from jobs.job import Job, attempt_token, job_of_token
 from jobs.process import identify, name_of, process_here
 from jobs.runner import Runner

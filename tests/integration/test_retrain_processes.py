@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.agent import Attempt
-from jobs.fork_server import ForkServer
+from jobs.agent import Attempt, ForkServer
 from jobs.outcome import JobOutcome
 from jobs.process import IS_LINUX, process_here
 from jobs.settings import JobsSettings

@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.errors import SealBroken
-from jobs.job import COMMITTER_DOMAIN, MAX_INLINE_BYTES, Job, inline_payload, job_environment
-from jobs.sealed import seal, unseal
+from jobs.job import (
+    COMMITTER_DOMAIN,
+    MAX_INLINE_BYTES,
+    Job,
+    inline_payload,
+    job_environment,
+    seal,
+    unseal,
+)
 from jobs.spec import JobSpec
 
 JSON = st.recursive(
