@@ -24,7 +24,7 @@ from cryptography.fernet import Fernet, InvalidToken
 
 from jobs.errors import JobNotFound, SealBroken
 from jobs.folder import PAYLOAD
-from jobs.outcome import JobOutcome
+from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec
 
 PREFIX = "hpj_"
@@ -203,18 +203,14 @@ def delivery_ids(job: Job) -> tuple[str, ...]:
     return () if job.spec.revisions is None else job.spec.revisions.delivery_ids
 
 
-def failure(
-    job: Job, *, stage: str | None, reason: str, exit_code: int | None = None
-) -> JobOutcome:
-    """The outcome `failed`, for a job that did not write a valid outcome itself."""
+def outcome_of(job: Job, result: OutcomeResult, **values: Any) -> JobOutcome:
+    """An outcome with these values, for a job that did not write a valid outcome itself."""
     return JobOutcome(
-        result="failed",
-        stage=stage,
-        reason=reason,
-        exit_code=exit_code,
+        result=result,
         delivery_ids=delivery_ids(job),
         job_id=job.id,
         dataset_revision=None if job.spec.revisions is None else job.spec.revisions.new_sha,
+        **values,
     )
 
 

@@ -23,7 +23,7 @@ from jobs.job import (
     Job,
     JobRequest,
     delivery_ids,
-    failure,
+    outcome_of,
 )
 from jobs.outcome import JobOutcome
 from jobs.schema import (
@@ -246,7 +246,7 @@ def claim_job(
                 update_job(connection, job.id, run_after=run_after, waits_for=str(away))
         return None
     except NoHead as error:
-        failed = failure(job, stage="claim", reason=str(error))
+        failed = outcome_of(job, "failed", stage="claim", reason=str(error))
     with writing(engine) as connection:
         return _take(connection, job, owner, lease_seconds, head, failed, clock(connection))
 
@@ -341,14 +341,8 @@ def _take(
     if last is None:
         return claimed
     result = last.outcome.result if last.outcome is not None else "completed"
-    unchanged = JobOutcome(
-        result="unchanged",
-        stage="claim",
-        reason=f"{last.id} has trained on {head.sha[:12]} already: {result}.",
-        delivery_ids=delivery_ids(claimed),
-        job_id=job.id,
-        dataset_revision=head.sha,
-    )
+    reason = f"{last.id} has trained on {head.sha[:12]} already: {result}."
+    unchanged = outcome_of(claimed, "unchanged", stage="claim", reason=reason)
     return end_job(connection, claimed, unchanged, now)
 
 

@@ -20,7 +20,15 @@ from pathlib import Path
 from jobs.agent import BEAT_NOW, Attempt, ForkServer
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
-from jobs.job import FindHead, Job, delivery_ids, failure, job_environment, log_fields, unseal
+from jobs.job import (
+    FindHead,
+    Job,
+    delivery_ids,
+    job_environment,
+    log_fields,
+    outcome_of,
+    unseal,
+)
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Exit, StopReason, record_end, record_outcome
 from jobs.process import (
@@ -307,8 +315,8 @@ class Runner:
                 )
             )
         except LaunchError as error:
-            outcome = failure(job, stage="launch", reason=f"{job.id} could not start: {error}")
-            outcome = outcome.model_copy(update={"may_pass": is_temporary(error)})
+            reason, may_pass = f"{job.id} could not start: {error}", is_temporary(error)
+            outcome = outcome_of(job, "failed", stage="launch", reason=reason, may_pass=may_pass)
             del self._running[job.owner]
             try:
                 _log_end(record_outcome(self._store, job, outcome, self._settings))

@@ -22,7 +22,7 @@ from jobs.job import (
     Job,
     JobRequest,
     JobState,
-    delivery_ids,
+    outcome_of,
 )
 from jobs.outcome import JobOutcome
 from jobs.queue import (
@@ -443,12 +443,8 @@ class JobStore:
             job = fetch_job(connection, number_of(job_id))
             match job.state:
                 case "SCHEDULING":
-                    outcome = JobOutcome(
-                        result="cancelled",
-                        reason="Cancelled before it was started.",
-                        delivery_ids=delivery_ids(job),
-                        job_id=job.id,
-                    )
+                    reason = "Cancelled before it was started."
+                    outcome = outcome_of(job, "cancelled", reason=reason)
                     return end_job(connection, job, outcome, self._now(connection))
                 case "RUNNING" if job.owner is None:
                     outcome = _cancelled(job, job.last_failure)
@@ -476,11 +472,8 @@ def _end_attempt(connection: Connection, job: Job, now: float, **values: Any) ->
 
 
 def _cancelled(job: Job, failed: JobOutcome | None) -> JobOutcome:
-    reason = "" if failed is None else f" {failed.reason}"
-    return JobOutcome(
-        result="cancelled",
-        stage=None if failed is None else failed.stage,
-        reason=f"Cancelled while it waited for another attempt.{reason}",
-        delivery_ids=delivery_ids(job),
-        job_id=job.id,
-    )
+    reason = "Cancelled while it waited for another attempt."
+    if failed is None:
+        return outcome_of(job, "cancelled", reason=reason)
+    reason = f"{reason} {failed.reason}"
+    return outcome_of(job, "cancelled", stage=failed.stage, reason=reason)

@@ -6,7 +6,6 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -232,10 +231,9 @@ class WebhooksServer:
             raise
         local = listen.url_of(sockets[0], host)
         url = self._public_url() or local
-        ends_at = None if self._public is None else self._public.ends_at
         # The page is public in a Space only.
         page = url if is_space() else local
-        print(_greeting(url, self.registered_webhooks, unproven, ends_at, page=page), flush=True)
+        print(_greeting(url, self.registered_webhooks, unproven, page=page), flush=True)
 
         server = Server(http_config(self.app, shutdown_seconds=self.settings.shutdown_seconds))
         self._host = host
@@ -416,7 +414,6 @@ def _greeting(
     url: str,
     paths: Iterable[str],
     unproven: Sequence[str],
-    ends_at: float | None,
     *,
     page: str,
 ) -> str:
@@ -426,7 +423,6 @@ def _greeting(
         url: The URL at which senders reach the server, without a slash at the end.
         paths: The paths of all handlers.
         unproven: The paths of the handlers without a secret.
-        ends_at: When the public URL of the tunnel expires. None without a tunnel.
         page: The URL of the landing page, without a slash at the end.
     """
     lines = ["", "Webhooks are correctly setup and ready to use:"]
@@ -438,12 +434,6 @@ def _greeting(
             "To add a secret, set `WEBHOOK_SECRET` as environment variable or pass it at"
             " initialization: `WebhooksServer(webhook_secret='my_secret', ...)`",
         ]
-    if ends_at is not None:
-        until = datetime.fromtimestamp(ends_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        lines.append(
-            f"The public URL expires at {until}; the tunnel is renewed before that time. If the URL"
-            " changes, the webhooks that post to the old URL are changed to the new URL."
-        )
     return "\n".join(
         [*lines, f"Open {page}/ to see how to create a webhook that posts to these URLs."]
     )
