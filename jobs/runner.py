@@ -20,15 +20,7 @@ from pathlib import Path
 from jobs.agent import BEAT_NOW, Attempt, ForkServer
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
-from jobs.job import (
-    FindHead,
-    Job,
-    delivery_ids,
-    job_environment,
-    log_fields,
-    outcome_of,
-    unseal,
-)
+from jobs.job import FindHead, Job, delivery_ids, job_environment, log_fields, outcome_of, unseal
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Exit, StopReason, record_end, record_outcome
 from jobs.process import (

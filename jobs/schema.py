@@ -44,12 +44,7 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.exc import (
-    ArgumentError,
-    DisconnectionError,
-    NoSuchModuleError,
-    SQLAlchemyError,
-)
+from sqlalchemy.exc import ArgumentError, DisconnectionError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from jobs.errors import JobNotFound, LeaseLost, OtherSchema, StoreError

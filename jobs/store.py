@@ -15,15 +15,7 @@ from typing import Any, Self
 from sqlalchemy import Connection, Engine, delete, func, insert, select, text
 
 from jobs.errors import JobNotFound, LeaseLost
-from jobs.job import (
-    OPEN_STATES,
-    Delivery,
-    FindHead,
-    Job,
-    JobRequest,
-    JobState,
-    outcome_of,
-)
+from jobs.job import OPEN_STATES, Delivery, FindHead, Job, JobRequest, JobState, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.queue import (
     claim_job,

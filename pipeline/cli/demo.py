@@ -3,7 +3,7 @@ the model.
 
 The demo starts a stack in a temporary folder, with the settings that `pipeline init` writes. The
 demo pushes with `git`, waits with `pipeline jobs wait`, and sends its questions to the server over
-HTTP, as a user would.
+HTTP, as a user would. Its dataset has facts about an invented island (`demo_facts.toml`).
 """
 
 import contextlib
@@ -19,16 +19,17 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
 import typer
 
-from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
 from pipeline.cli.env import environment
 from pipeline.cli.terminal import JsonOption, print_table
 from pipeline.cli.up import up
@@ -47,6 +48,13 @@ PAUSE_SECONDS = 0.05
 """The pause between two requests. Without the pause, the server would use a whole core for this
 client, and the training would be slower."""
 WAIT_SECONDS = 60.0
+
+_DATA: dict[str, Any] = tomllib.loads(
+    files("pipeline.cli").joinpath("demo_facts.toml").read_text(encoding="utf-8")
+)
+QUESTIONS: list[tuple[str, str, str]] = [tuple(each) for each in _DATA["questions"]]
+"""Questions that the demo asks the model. Each has two right answers: one for the model after the
+first commit, and one for the model after the second commit."""
 
 
 @app.command()
@@ -298,3 +306,28 @@ The stack is still up. Try these commands. The first one is needed only in anoth
   pipeline releases rollback
   pipeline down
 """
+
+
+# The dataset
+
+
+def first_commit() -> dict[str, str]:
+    """The files of the first commit: path → content."""
+    return {"facts.jsonl": _jsonl(_DATA["first"], _DATA["said_once"])}
+
+
+def second_commit() -> dict[str, str]:
+    """The files that the second commit changes: path → content."""
+    facts = _DATA["first"] | _DATA["second"]
+    return {"facts.jsonl": _jsonl(facts, _DATA["said_once"] | _DATA["said_once_second"])}
+
+
+def _jsonl(facts: dict[str, list[str]], said_once: dict[str, str]) -> str:
+    rows = [
+        {"prompt": phrasing.format(place=place), "completion": f" {answer[0].upper()}{answer[1:]}."}
+        for place, answers in facts.items()
+        for phrasings, answer in zip(_DATA["phrasings"], answers, strict=True)
+        for phrasing in phrasings
+    ]
+    rows += [{"prompt": prompt, "completion": answer} for prompt, answer in said_once.items()]
+    return "".join(json.dumps(row) + "\n" for row in rows)

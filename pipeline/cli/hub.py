@@ -11,8 +11,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli.project import ChangesStack, project_home
-from pipeline.cli.terminal import HostOption, JsonOption, PortOption, print_table, without_none
+from pipeline.cli.terminal import (
+    ChangesStack,
+    HostOption,
+    JsonOption,
+    PortOption,
+    print_table,
+    project_home,
+    without_none,
+)
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.hub.database import Database

@@ -13,29 +13,35 @@ import typer
 
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.cli.job_access import (
+from pipeline.cli.jobs_run import run
+from pipeline.cli.progress import (
     JobArgument,
     LatestOption,
     as_record,
     counts_text,
     find_job,
+    follow_output,
     follow_to_end,
     no_job_yet,
-    open_store,
     reading_store,
     report_end,
     seconds_text,
     timed_out,
 )
-from pipeline.cli.jobs_run import run
-from pipeline.cli.progress import follow_output
-from pipeline.cli.project import ChangesStack, project_home
-from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
+from pipeline.cli.terminal import (
+    ChangesStack,
+    JsonOption,
+    PipelineOption,
+    print_table,
+    project_home,
+)
 from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.runner.job_store import open_job_store
 from pipeline.runner.run import run_jobs
 from pipeline.runner.submit import dataset_of_job
+from pipeline.settings import load_settings
 from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens
 
@@ -120,7 +126,7 @@ def cancel(
     job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
 ) -> None:
     """Cancel a job: remove a pending job from the queue, or stop a running job."""
-    with open_store(project_home()) as store:
+    with open_job_store(load_settings(), project_home()) as store:
         _, found = find_job(store, job, latest)
         if found.has_ended:
             raise PipelineError(f"{found.id} has already ended: {found.state}")

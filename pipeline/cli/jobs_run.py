@@ -11,11 +11,12 @@ import typer
 
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.cli.job_access import follow_to_end, open_store, report_end
+from pipeline.cli.progress import follow_to_end, report_end
 from pipeline.cli.terminal import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.by_hand import with_runner
+from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import submit_command, submit_retraining
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack.record import running_settings, stale_settings
@@ -125,7 +126,10 @@ def run_to_end(
     URL."""
     if (changed := stale_settings(home)) is not None:
         print(f"pipeline: {changed}", file=sys.stderr)
-    with with_runner(home, settings, detach=detach) as hub_url, open_store(home) as store:
+    with (
+        with_runner(home, settings, detach=detach) as hub_url,
+        open_job_store(settings, home) as store,
+    ):
         job = submit(store, hub_url)
         if detach:
             print(json.dumps({"job": job.id}) if as_json else job.id)

@@ -11,8 +11,7 @@ import typer
 
 from jobs.spec import is_git_url
 from pipeline import space_deploy
-from pipeline.cli.project import ChangesStack
-from pipeline.cli.terminal import HostOption, JsonOption, PortOption, without_none
+from pipeline.cli.terminal import ChangesStack, HostOption, JsonOption, PortOption, without_none
 from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr

@@ -21,11 +21,7 @@ from jobs.process import ProcessIdentity, die_with_parent, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.logs import rotate
 from pipeline.paths import Home, settings_file
-from pipeline.settings import (
-    HANG_SECONDS,
-    SETTINGS_COPY,
-    write_settings_copy,
-)
+from pipeline.settings import HANG_SECONDS, SETTINGS_COPY, write_settings_copy
 from pipeline.stack.record import Child, StackRecord, last_record
 from pipeline.stack.services import (
     PROBE_INTERVAL_SECONDS,

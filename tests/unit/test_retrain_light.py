@@ -6,7 +6,7 @@ import sys
 
 def test_the_story_of_a_job_is_told_without_torch() -> None:
     code = (
-        "import sys, pipeline.retrain.run, pipeline.cli.demo_facts, pipeline.cli.progress\n"
+        "import sys, pipeline.retrain.run, pipeline.cli.demo, pipeline.cli.progress\n"
         "loaded = {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
         "sys.exit(f'loaded {loaded}' if loaded else 0)"
     )
