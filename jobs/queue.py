@@ -312,8 +312,8 @@ def _take(
     values: dict[str, Any] = {}
     if head is not None:
         spec = with_revisions(job.spec, new_sha=head.sha)
-        payload = job.payload if job.by_hand and job.payload is not None else head.payload
-        values = {"spec": spec_as_json(spec), "payload": json.dumps(payload), "head": head.sha}
+        payload = json.dumps(head.payload)
+        values = {"spec": spec_as_json(spec), "payload": payload, "head": head.sha}
     claimed = update_job(
         connection,
         job.id,

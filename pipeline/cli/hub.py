@@ -11,15 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli.terminal import (
-    ChangesStack,
-    HostOption,
-    JsonOption,
-    PortOption,
-    print_table,
-    project_home,
-    without_none,
-)
+from pipeline.cli.terminal import ChangesStack, JsonOption, print_table, project_home
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.hub.database import Database
@@ -50,7 +42,7 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of t
 
 
 @app.callback()
-def hub(context: typer.Context, host: HostOption = None, port: PortOption = None) -> None:
+def hub(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     from pipeline.doctor.push_remarks import PushRemarks
@@ -58,11 +50,10 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")
-    hub_settings = settings.hub.model_copy(update=without_none(host=host, port=port))
     tokens = load_tokens(home.tokens_file)
     with open_job_store(settings, home) as store:
         app = create_app(
-            hub_settings,
+            settings.hub,
             home.hub_dir,
             token=tokens.hub,
             secret_key=tokens.key.encode(),
@@ -72,7 +63,7 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
                 [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
             ),
         )
-        serve(app, hub_settings)
+        serve(app, settings.hub)
 
 
 @app.command(cls=ChangesStack)

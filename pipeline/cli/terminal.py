@@ -18,12 +18,6 @@ PipelineOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")]
-HostOption = Annotated[
-    str | None, typer.Option(help="The address to listen on. Overrides `host` in the settings.")
-]
-PortOption = Annotated[
-    int | None, typer.Option(help="The port to listen on. Overrides `port` in the settings.")
-]
 
 
 def without_none(**options: Any) -> dict[str, Any]:

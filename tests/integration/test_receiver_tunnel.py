@@ -350,9 +350,10 @@ def test_the_command_opens_a_tunnel_that_ends_with_it(tmp_path: Path, relay: str
         "PIPELINE_HOME": str(tmp_path / ".pipeline"),
         "PIPELINE_SETTINGS": str(tmp_path / "pipeline.toml"),
         "PIPELINE_HUB__PORT": "1",
+        "PIPELINE_RECEIVER__PORT": "0",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "pipeline", "receiver", "--port", "0", "--tunnel", relay]
+    command = [sys.executable, "-m", "pipeline", "receiver", "--tunnel", relay]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         lines = iter(process.stdout)
