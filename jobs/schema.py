@@ -410,6 +410,8 @@ def with_revisions(spec: JobSpec, **values: Any) -> JobSpec:
 def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     """The jobs that `query` selects, in the order of the query, each job with its delivery ids."""
     rows = connection.execute(query).all()
+    if not rows:
+        return []
     delivery_ids: defaultdict[int, list[str]] = defaultdict(list)
     numbers = query.with_only_columns(JOBS.c.number)
     links = select(DELIVERIES.c.job_number, DELIVERIES.c.id)

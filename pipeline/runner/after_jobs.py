@@ -144,18 +144,12 @@ class Outcomes:
         return len(jobs)
 
     def follow(self, stop: threading.Event) -> None:
-        """Call `poll` whenever the store has changed. If `poll` fails, log the error, and call
-        `poll` again later. When `stop` is set, call `poll` one last time and return."""
-        is_due = False
+        """Call `poll` several times a second. If `poll` fails, log the error, and call it again
+        later. When `stop` is set, call `poll` one last time and return."""
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
-                # The store reports each change only once. Remember the change until `poll` has
-                # succeeded.
-                is_due = is_due or is_last or self._store.changed()
-                if is_due:
-                    self.poll()
-                    is_due = False
+                self.poll()
             except Exception as error:
                 # If the thread ended here, nobody would handle the later outcomes.
                 logger.error(
