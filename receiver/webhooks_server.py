@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -45,8 +45,6 @@ from serving.http.requests import (
     other_site,
 )
 from serving.http.server import Server, http_config, is_only_loopback
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class WebhooksServer:
@@ -108,21 +106,9 @@ class WebhooksServer:
         else:
             self.app.router.default = self._ui
 
-    @overload
-    def add_webhook(self, path: F) -> F: ...
-    @overload
     def add_webhook(
         self,
-        path: str | None = None,
-        *,
-        webhook_secret: str | Sequence[str] | None = None,
-        proof: ProofScheme | None = None,
-        knows_repeats: bool = False,
-    ) -> Callable[[F], F]: ...
-
-    def add_webhook(
-        self,
-        path: Any = None,
+        path: Callable[..., Any] | str | None = None,
         *,
         webhook_secret: str | Sequence[str] | None = None,
         proof: ProofScheme | None = None,
@@ -153,7 +139,7 @@ class WebhooksServer:
         if callable(path):
             return self.add_webhook()(path)
 
-        def register(handler: F) -> F:
+        def register(handler: Callable[..., Any]) -> Callable[..., Any]:
             route = f"/webhooks/{(path or handler.__name__).strip('/')}"
             if route in self.registered_webhooks:
                 raise ValueError(f"Webhook {route} already exists.")
