@@ -348,7 +348,7 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
     If the payload is longer, its lists and texts are shortened, and the result also has
     `"truncated": true`. If the payload has `updatedFiles`, the shortened result also has
     `"updatedFilesTruncated": true`. If the shortened payload is still too long, the result has only
-    `event`, `repo`, `webhook` and these flags, or only the flags.
+    these flags.
     """
     complete = json.dumps(payload)
     if len(complete) <= max_bytes:
@@ -356,13 +356,8 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
     flags = {"truncated": True}
     if "updatedFiles" in payload:
         flags["updatedFilesTruncated"] = True
-    # Keep the fields that a job needs to fetch the rest from the hub.
-    least = {name: payload[name] for name in ("event", "repo", "webhook") if name in payload}
-    for kept in (payload, least):
-        cut = json.dumps({**_shorten(kept), **flags})
-        if len(cut) <= max_bytes:
-            return cut
-    return json.dumps(flags)
+    cut = json.dumps({**_shorten(payload), **flags})
+    return cut if len(cut) <= max_bytes else json.dumps(flags)
 
 
 def _shorten(value: Any) -> Any:
