@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -199,17 +200,20 @@ def _removed(name: RepositoryName, planned: Any, traces: Traces, with_releases: 
     else:
         parts += map(str, traces.caches)
     if with_releases:
-        parts += map(str, traces.releases)
+        parts += map(_told, traces.releases)
     return "; ".join(parts)
 
 
+def _told(release: Path) -> str:
+    return f"release {release.name} of {release.parent.name}"
+
+
 def _remove_releases(traces: Traces) -> None:
-    found = [each.folder for each in traces.releases]
-    for path in found:
+    for path in traces.releases:
         check_removable(path.parent, path.name)
     # Remove the newest first. A later release is found by its parent, so if this command is
     # interrupted, the next one still finds all that remains.
-    for path in sorted(found, key=lambda path: release_number(path.name), reverse=True):
+    for path in sorted(traces.releases, key=lambda path: release_number(path.name), reverse=True):
         remove(path.parent, path.name)
 
 
@@ -222,9 +226,8 @@ def _print_what_stays(name: RepositoryName, traces: Traces, with_releases: bool)
         )
     if with_releases or not traces.releases:
         return
-    later = "trained from the weights of such a release"
-    for each in traces.releases:
-        print(f"{each} was {later if each.is_later else trained}")
+    for path in traces.releases:
+        print(f"{_told(path)} was {trained}, or from the weights of such a release")
     print(
         "To remove such a release: pipeline releases rm ID. A served, pending or pinned release "
         "cannot be removed. If the release is served, first train without the commit, or run: "
