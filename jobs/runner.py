@@ -98,8 +98,8 @@ class Runner:
         machine has started. Owner → job."""
         self._told: set[str] = set()
         """The owners of the attempts that this runner has asked to end."""
-        self._has_unseen_changes = False
-        """Whether the store may have changed since the last step that did not fail."""
+        self._seen: int | None = None
+        """`JobStore.num_changes` at the last step that did not fail."""
         self._next_look = self._next_claim = 0.0
         self._late: dict[str | None, float] = {}
         """Owner → when this runner has first seen that the lease has run out. Monotonic clock."""
@@ -161,10 +161,8 @@ class Runner:
 
     def _step(self, *, is_stopping: bool) -> None:
         now = time.monotonic()
-        # Keep this flag until the end of the step. If the store fails during the step, the next
-        # step must look again, even if `self._store.changed()` then returns False.
-        self._has_unseen_changes |= self._store.changed()
-        changed = self._has_unseen_changes
+        num_changes = self._store.num_changes()
+        changed = num_changes != self._seen
         if changed or now >= self._next_look:
             self._next_look = now + self._settings.heartbeat_seconds
             self._look()
@@ -178,7 +176,7 @@ class Runner:
             self._stop_rest(now)
         else:
             self._claim(now, changed)
-        self._has_unseen_changes = False
+        self._seen = num_changes
 
     # Watching attempts
 

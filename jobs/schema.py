@@ -131,7 +131,7 @@ PAUSES = Table(
 """The paused pipelines: no push job of these pipelines is started."""
 
 CHANGES = Table("changes", METADATA, Column("number", Integer, primary_key=True))
-"""One row: how many transactions have written. `JobStore.changed` compares this number."""
+"""One row: how many transactions have written. `JobStore.num_changes` reads this number."""
 
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
 
@@ -246,7 +246,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction as in `locked`, which other processes notice by `JobStore.changed`."""
+    """A transaction as in `locked`, which other processes notice by `JobStore.num_changes`."""
     with locked(engine) as connection:
         connection.execute(update(CHANGES).values(number=CHANGES.c.number + 1))
         yield connection

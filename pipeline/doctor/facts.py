@@ -270,24 +270,23 @@ class Journal:
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
+        self._num_changes: int | None = None
         self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
-        self._has_changed = False
 
     def news(self) -> list[str]:
         """One line for each job whose state has changed. The line of the oldest job comes first.
 
         Raises StoreError. The next call then returns the lines that this call could not return.
         """
-        # The store reports each change only once. Remember the change until `list` has succeeded.
-        self._has_changed = self._has_changed or self._store.changed()
-        if not self._has_changed:
+        num_changes = self._store.num_changes()
+        if num_changes == self._num_changes:
             return []
         lines = []
         for job in reversed(self._store.list(limit=NUM_WATCHED)):
             if self._seen.get(job.id) != job.state:
                 self._seen[job.id] = job.state
                 lines.append(describe(job))
-        self._has_changed = False
+        self._num_changes = num_changes
         return lines
 
 
