@@ -38,7 +38,7 @@ from pipeline.cli.terminal import (
 from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.runner.job_store import open_job_store
+from pipeline.runner.job_store import NOWHERE, open_job_store
 from pipeline.runner.run import run_jobs
 from pipeline.runner.submit import dataset_of_job
 from pipeline.settings import load_settings
@@ -65,7 +65,7 @@ def ls(
 ) -> None:
     """List jobs, newest first."""
     with reading_store(project_home()) as store:
-        jobs = store.list(pipeline=pipeline, limit=limit) if store is not None else []
+        jobs = store.list(pipeline=pipeline, limit=limit)
     if as_json:
         print(json.dumps([as_record(job) for job in jobs]))
         return
@@ -97,7 +97,7 @@ def inspect(
     """Show a job's state, outcome and commits. With --json, show everything about the job."""
     home = project_home()
     with reading_store(home) as store:
-        found = find_job(store, job, latest)[1]
+        found = find_job(store, job, latest)
     if as_json:
         print(json.dumps(as_record(found), indent=2))
         return
@@ -116,7 +116,7 @@ def logs(
     """Print a job's log."""
     home = project_home()
     with reading_store(home) as store:
-        store, found = find_job(store, job, latest)
+        found = find_job(store, job, latest)
         deadline = None if follow else time.monotonic()
         follow_output(store, found.id, home, sys.stdout.buffer, deadline)
 
@@ -127,7 +127,7 @@ def cancel(
 ) -> None:
     """Cancel a job: remove a pending job from the queue, or stop a running job."""
     with open_job_store(load_settings(), project_home()) as store:
-        _, found = find_job(store, job, latest)
+        found = find_job(store, job, latest)
         if found.has_ended:
             raise PipelineError(f"{found.id} has already ended: {found.state}")
         state = store.cancel(found.id).state
@@ -165,9 +165,9 @@ def wait(
         raise PipelineError(f"--pipeline {pipeline} works only with --commit; give the job's id")
     with reading_store(home) as store:
         if commit is None:
-            store, found = find_job(store, job, latest)
+            found = find_job(store, job, latest)
             ended = follow_to_end(store, found, home, quiet=as_json, deadline=deadline)
-        elif store is None:
+        elif store.location == NOWHERE:
             raise no_job_yet()
         else:
             sha = commit_id(commit)

@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Annotated, Any, BinaryIO
 
@@ -210,22 +209,22 @@ class _StageDisplay:
         self._how_far, self._printed_at, self._first = "", at, {}
 
 
-def reading_store(home: Home) -> AbstractContextManager[JobStore | None]:
+def reading_store(home: Home) -> JobStore:
     return reading_jobs(load_settings(), home)
 
 
-def find_job(store: JobStore | None, job_id: str | None, latest: bool) -> tuple[JobStore, Job]:
-    """The store, and one job in it: the job with this id, or the newest job if `latest` is set.
+def find_job(store: JobStore, job_id: str | None, latest: bool) -> Job:
+    """The job with this id, or the newest job if `latest` is set.
 
     Raises PipelineError if there is no job yet. Also raises PipelineError if both `job_id` and
     `latest` are given, or neither of them. Raises JobNotFound for an unknown id.
     """
     if (job_id is None) is not latest:
         raise PipelineError("name one job by its id, or use --latest")
-    jobs = [] if store is None else store.list(limit=1)
-    if store is None or not jobs:
+    jobs = store.list(limit=1)
+    if not jobs:
         raise no_job_yet()
-    return store, jobs[0] if job_id is None else store.get(job_id)
+    return jobs[0] if job_id is None else store.get(job_id)
 
 
 def no_job_yet() -> PipelineError:

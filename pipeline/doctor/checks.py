@@ -15,7 +15,7 @@ from pipeline.errors import PipelineError
 from pipeline.hub.database import check_database, read_only
 from pipeline.hub.errors import HubError
 from pipeline.paths import settings_file
-from pipeline.runner.job_store import reading_jobs
+from pipeline.runner.job_store import NOWHERE, reading_jobs
 from pipeline.settings import PipelineSettings
 from pipeline.stack.record import stale_settings
 from pipeline.stack.services import check_port, metrics_of_runner, services_of
@@ -92,7 +92,7 @@ def check_databases(facts: Facts) -> Iterator[Finding]:
         yield ok("hub database", _schema(found))
     try:
         with reading_jobs(facts.settings, facts.home) as store:
-            found = None if store is None else JOBS_SCHEMA
+            found = None if store.location == NOWHERE else JOBS_SCHEMA
     except JobError as error:
         yield wrong("job database", str(error), READ_IT)
     else:

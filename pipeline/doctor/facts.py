@@ -124,16 +124,14 @@ class Facts:
     def jobs(self) -> dict[str, list[Job]]:
         """Pipeline → its newest jobs, newest first. Raises StoreError."""
         with reading_jobs(self.settings, self.home) as store:
-            return {
-                each.name: [] if store is None else store.list(pipeline=each.name, limit=NUM_JOBS)
-                for each in self.settings.pipelines
-            }
+            names = [each.name for each in self.settings.pipelines]
+            return {name: store.list(pipeline=name, limit=NUM_JOBS) for name in names}
 
     @cached_property
     def paused(self) -> dict[str, float]:
         """Paused pipeline → since when (Unix time). Raises StoreError."""
         with reading_jobs(self.settings, self.home) as store:
-            return {} if store is None else store.paused()
+            return store.paused()
 
     def newest_commit(self, pipeline: PipelineSettings) -> str | None:
         """None if no stack is up, if the dataset is not on the stack's own hub, or if the branch
