@@ -51,9 +51,6 @@ HEAD_RETRY_SECONDS = 5.0
 BATCH = 100
 """One transaction deletes at most this many jobs, with all their deliveries."""
 
-DeliveryKey = tuple[str, str]
-"""A delivery's source and id."""
-
 
 def submit_all(connection: Connection, requests: Sequence[JobRequest], now: float) -> list[Job]:
     """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob if a
@@ -61,28 +58,27 @@ def submit_all(connection: Connection, requests: Sequence[JobRequest], now: floa
     batch = _Batch(connection, now)
     known = _known_deliveries(connection, [each.delivery for each in requests if each.delivery])
     answers = dict(known)
-    new: dict[DeliveryKey, dict[str, Any]] = {}
+    new: dict[Delivery, dict[str, Any]] = {}
     jobs = []
     for request in requests:
         delivery = request.delivery
         if delivery is None:
             jobs.append(batch.submit(request))
             continue
-        key = delivery.source, delivery.id
-        job = batch.job(answers[key]) if key in answers else None
+        job = batch.job(answers[delivery]) if delivery in answers else None
         if job is not None and not _failed_or_cancelled(job):
             jobs.append(job)
             continue
         jobs.append(batch.submit(request))
-        answers[key] = number_of(jobs[-1].id)
-        if key not in known:
+        answers[delivery] = number_of(jobs[-1].id)
+        if delivery not in known:
             revisions = request.spec.revisions
-            new[key] = {
+            new[delivery] = {
                 "source": delivery.source,
                 "id": delivery.id,
                 "announced": None if revisions is None else revisions.new_sha,
                 "received_at": now,
-                "job_number": answers[key],
+                "job_number": answers[delivery],
             }
     batch.write()
     if new:
@@ -90,9 +86,9 @@ def submit_all(connection: Connection, requests: Sequence[JobRequest], now: floa
         rows = [{**row, "arrival": at} for at, row in enumerate(new.values(), start=arrived + 1)]
         connection.execute(insert(DELIVERIES), rows)
     # The recorded job failed or was cancelled.
-    for key in [key for key in known if answers[key] != known[key]]:
-        answer = update(DELIVERIES).where(*matches_delivery(*key))
-        connection.execute(answer.values(job_number=answers[key]))
+    for delivery in [each for each in known if answers[each] != known[each]]:
+        answer = update(DELIVERIES).where(*matches_delivery(delivery.source, delivery.id))
+        connection.execute(answer.values(job_number=answers[delivery]))
     return jobs
 
 
@@ -104,9 +100,8 @@ def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
 
 def _known_deliveries(
     connection: Connection, deliveries: Sequence[Delivery]
-) -> Mapping[DeliveryKey, int]:
-    """The deliveries that the store has already recorded: key of the delivery → number of its
-    job."""
+) -> Mapping[Delivery, int]:
+    """The deliveries that the store has already recorded: delivery → number of its job."""
     ids: defaultdict[str, list[str]] = defaultdict(list)
     for delivery in deliveries:
         ids[delivery.source].append(delivery.id)
@@ -117,7 +112,7 @@ def _known_deliveries(
         query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
         is_asked = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
         for row in connection.execute(query.where(*is_asked)):
-            known[source, row.id] = row.job_number
+            known[Delivery(source=source, id=row.id)] = row.job_number
     return known
 
 
