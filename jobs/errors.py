@@ -43,7 +43,6 @@ class JobError(Exception):
 class JobNotFound(JobError):
     def __init__(self, job_id: str) -> None:
         super().__init__(f"There is no job {job_id!r}; `pipeline jobs ls` lists the newest jobs.")
-        self.job_id = job_id
 
 
 class PendingJob(JobError):
@@ -53,7 +52,6 @@ class PendingJob(JobError):
             f"can have only one pending job by hand. First wait for {job_id} (`pipeline jobs wait "
             f"{job_id}`) or cancel it (`pipeline jobs cancel {job_id}`)."
         )
-        self.job_id = job_id
 
 
 class LeaseLost(JobError):
@@ -62,7 +60,6 @@ class LeaseLost(JobError):
             f"Job {job_id} is no longer leased to {owner}: another attempt has the job, or the job "
             "has ended."
         )
-        self.job_id = job_id
 
 
 class HeadAway(JobError):
