@@ -2,14 +2,18 @@
 session of the command (setsid(2)), writes the log, sends the heartbeats, stops the command when it
 must end, and records how the attempt ended. An agent goes on when its runner dies.
 
-An agent makes three calls: `start`, `beat` and `finish` (`Calls`). Each one fails with LeaseLost if
-the attempt is not the current one of its job any more. The agent then ends the command and leaves
-everything else alone. `StoreCalls` makes the calls to the database. On another machine, an agent
-would make them over HTTP.
+If the attempt is not the current one of its job any more, the store raises LeaseLost or
+JobNotFound. The agent then ends the command and leaves everything else alone.
+
+On Linux, agents are forked from the *fork server* of `multiprocessing`: a process that has imported
+heavy modules once, so that a job need not import them. It ends when its runner has ended. The
+agents go on. The modules must not start threads, run tensor operations or initialise CUDA when they
+are imported, because none of these survives a fork.
 """
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import gc
 import json
@@ -21,15 +25,25 @@ import runpy
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess, SpawnProcess
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
-from jobs.errors import JobNotFound, LeaseLost, StoreError
+from jobs.errors import (
+    TEMPORARY_FAILURE,
+    JobNotFound,
+    LaunchError,
+    LeaseLost,
+    StoreError,
+    is_temporary,
+)
 from jobs.folder import COMPUTING, LOG, OUTCOME, PAYLOAD, SPEC, prepare_job_folder, write_by_rename
-from jobs.job import Job
+from jobs.job import SHORT_SPINS, Job, thread_variables
 from jobs.outcome_of_exit import Exit, StopReason, record_end
 from jobs.process import (
     IS_LINUX,
@@ -44,7 +58,6 @@ from jobs.process import (
 )
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
-from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +65,10 @@ BEAT_NOW = signal.SIGUSR1
 """A runner sends this signal to an agent when the agent should call `beat` at once, for example
 because somebody has cancelled the job. SIGTERM means that the runner is being stopped: the agent
 ends the command, and the job gets another attempt."""
+
+NICENESS = 10
+"""The nice value of a job's processes: other programs, such as a server, get more of the processor
+time."""
 
 _SECONDS_AFTER_ERROR = 1.0
 _GIVE_UP_SECONDS = 600.0
@@ -72,56 +89,12 @@ class Attempt:
     command: tuple[str, ...]
     env: Mapping[str, str]
     """All environment variables of the command."""
-    niceness: int
     settings: JobsSettings
 
     @property
     def job_dir(self) -> Path:
         """The working folder of the command."""
         return self.jobs_dir / self.job_id
-
-
-@dataclass(frozen=True)
-class Orders:
-    """The answer to a heartbeat."""
-
-    is_cancelled: bool
-    seconds_left: float
-    """The seconds until the job's time limit; infinite if there is no limit."""
-
-
-class Calls(Protocol):
-    """Every call raises StoreError if it cannot be made now, and LeaseLost or JobNotFound if the
-    attempt is not the current one of its job."""
-
-    def start(self, handle: str) -> Job: ...
-
-    def beat(self) -> Orders: ...
-
-    def finish(self, exit: Exit, stop_reason: StopReason | None) -> None: ...
-
-
-class StoreCalls:
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._store = JobStore.open(attempt.store)
-        self._job: Job
-
-    def start(self, handle: str) -> Job:
-        self._job = self._store.started(self._attempt.job_id, self._attempt.owner, handle)
-        return self._job
-
-    def beat(self) -> Orders:
-        attempt, lease_seconds = self._attempt, self._attempt.settings.lease_seconds
-        job = self._store.heartbeat(attempt.job_id, attempt.owner, lease_seconds)
-        limit = attempt.settings.time_limit(job)
-        if limit is None or job.started_at is None:
-            return Orders(job.cancel_requested, math.inf)
-        return Orders(job.cancel_requested, limit - (self._store.now() - job.started_at))
-
-    def finish(self, exit: Exit, stop_reason: StopReason | None) -> None:
-        settings, job_dir = self._attempt.settings, self._attempt.job_dir
-        record_end(self._store, self._job, job_dir, exit, stop_reason, settings)
 
 
 def run(attempt: Attempt) -> None:
@@ -171,7 +144,8 @@ class _Agent:
         me = identify(os.getpid())
         assert me is not None
         self._me: ProcessIdentity = me
-        self._calls: Calls
+        self._store: JobStore
+        self._job: Job
         self._exit: Exit | None = None
         """How the command ended. None while it runs."""
         self._stop_reason: StopReason | None = None
@@ -212,16 +186,16 @@ class _Agent:
             time.sleep(_SECONDS_AFTER_ERROR)
 
     def _begin(self) -> None:
-        self._calls = StoreCalls(self._attempt)
-        job = self._calls.start(name_of(self._me))
-        job_dir = self._attempt.job_dir
+        attempt, job_dir = self._attempt, self._attempt.job_dir
+        self._store = JobStore.open(attempt.store)
+        job = self._job = self._store.started(attempt.job_id, attempt.owner, name_of(self._me))
         try:
             stale = prepare_job_folder(job_dir, job.identity)
             (job_dir / OUTCOME).unlink(missing_ok=True)
             write_by_rename(job_dir / SPEC, job.spec.model_dump_json(indent=2))
             if job.payload is not None:
                 write_by_rename(job_dir / PAYLOAD, json.dumps(job.payload))
-            _hold_computing_lock(self._attempt.jobs_dir / COMPUTING)
+            _hold_computing_lock(attempt.jobs_dir / COMPUTING)
         except OSError as error:
             code = TEMPORARY_FAILURE if is_temporary(error) else 1
             self._exit = Exit(code=code, error=f"{job.id} could not start: {error}")
@@ -257,16 +231,18 @@ class _Agent:
             self._reap()
 
     def _beat(self, now: float) -> None:
-        self._next_beat = now + self._attempt.settings.heartbeat_seconds
+        attempt, settings = self._attempt, self._attempt.settings
+        self._next_beat = now + settings.heartbeat_seconds
         try:
-            orders = self._calls.beat()
+            job = self._store.heartbeat(attempt.job_id, attempt.owner, settings.lease_seconds)
+            limit = settings.timeout_seconds
+            if self._stop_reason is None and limit is not None and job.started_at is not None:
+                self._deadline = now + limit - (self._store.now() - job.started_at)
         except StoreError as error:
             logger.error("%s Trying again.", error)
             return
-        if orders.is_cancelled:
+        if job.cancel_requested:
             self._stop("cancel", now)
-        elif self._stop_reason is None:
-            self._deadline = now + orders.seconds_left
 
     def _stop(self, reason: StopReason, now: float) -> None:
         if self._stop_reason is None:
@@ -288,7 +264,8 @@ class _Agent:
 
     def _finish(self) -> None:
         assert self._exit is not None
-        self._calls.finish(self._exit, self._stop_reason)
+        job_dir, settings = self._attempt.job_dir, self._attempt.settings
+        record_end(self._store, self._job, job_dir, self._exit, self._stop_reason, settings)
 
     def _end_processes(self) -> None:
         """Kill the command and all processes that it has started. When one of them ends, its
@@ -347,7 +324,7 @@ def _run_command(attempt: Attempt, report: int) -> None:
         for source, target in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
         os.chdir(attempt.job_dir)
-        lower_priority(attempt.niceness)
+        lower_priority(NICENESS)
         if not is_module:
             # Python ignores these signals; other programs expect them.
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -383,3 +360,104 @@ def _run_module(module: str, arguments: Sequence[str], attempt: Attempt) -> None
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # `multiprocessing` ends its processes without them
+
+
+# How agents are started
+
+
+PRELOAD = "HOTPUSH_PRELOAD"
+"""This variable names the modules that `jobs/preload.py` imports in the fork server."""
+_OF_FORK_SERVER = {
+    **SHORT_SPINS,
+    # A fork does not copy threads. So limit the pools to one thread: in the fork, a larger pool
+    # would wait for its missing threads for ever.
+    **thread_variables(1),
+    # Otherwise pyarrow's memory allocator starts a thread when pyarrow is imported.
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+_PAUSES = (0.1, 1.0)
+"""The pauses between the tries to start a process, in seconds. When a fork server was killed, its
+address fails at once, but a moment passes until the system says that it has ended."""
+_LOCK = threading.Lock()
+_Process = ForkServerProcess if IS_LINUX else SpawnProcess
+
+
+class ForkServer:
+    """Starts agents. Each process has one fork server; the first one that is made says which
+    modules it imports."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        if IS_LINUX:
+            _OF_FORK_SERVER[PRELOAD] = " ".join(preload)
+            forkserver.set_forkserver_preload(["jobs.preload"])
+        self._warming = threading.Thread(target=self._warm, name="fork-server", daemon=True)
+        self._warming.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the modules have been imported. Until then, `start` would wait for them."""
+        return not self._warming.is_alive()
+
+    def _warm(self) -> None:
+        try:
+            _start(None)
+        except (OSError, EOFError) as error:
+            logger.warning("The fork server could not be started: %s", error)
+
+    def start(self, attempt: Attempt) -> None:
+        """Start the agent of the attempt. Raises LaunchError."""
+        for pause in (*_PAUSES, None):
+            try:
+                return _start(attempt)
+            except (ConnectionError, EOFError) as error:
+                # The fork server was killed, or could not fork. The next call starts another one if
+                # necessary. A second agent of the same attempt does no harm, because an attempt
+                # begins once.
+                if pause is None:
+                    cause = OSError(errno.EAGAIN, str(error))  # the job is tried again later
+                    raise LaunchError(f"No process could be started: {error}") from cause
+                time.sleep(pause)
+            except OSError as error:
+                raise LaunchError(f"No process could be started: {error}") from error
+
+
+def _start(attempt: Attempt | None) -> None:
+    if IS_LINUX:
+        with _environment():
+            forkserver.ensure_running()
+    # The command's process inherits the name, and libraries may look for it.
+    process = _Process(target=_fork_agent, args=(attempt,), name="MainProcess")
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise ConnectionError("the fork server has ended, or the system starts no process")
+
+
+def _fork_agent(attempt: Attempt | None) -> None:
+    # Fork once more. `multiprocessing` waits for its processes when the runner ends, but an agent
+    # may go on.
+    if attempt is not None and os.fork() == 0:
+        if IS_LINUX:
+            # The fork server ends when nobody has this descriptor any more.
+            server: Any = forkserver._forkserver
+            os.close(server._forkserver_alive_fd)
+            server._forkserver_alive_fd = None
+        run(attempt)
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """The environment of a fork server, in which it may be started."""
+    path = os.environ.get("PYTHONPATH", "")
+    variables = {**_OF_FORK_SERVER, "PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}{path}"}
+    with _LOCK:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

@@ -11,8 +11,28 @@ JobError                   the base class; the message is for a person
 └── StoreError             the database cannot be used
     └── OtherSchema        another version of hotpush wrote the database
 
-The docstring of the package `jobs` explains terms such as pending and lease.
+The docstring of the package `jobs` explains terms such as pending and lease. `is_temporary`
+distinguishes temporary failures, such as a full disk, from lasting failures. After a lasting
+failure, a job gets no further attempt.
 """
+
+import errno
+
+TEMPORARY_FAILURE = 75
+"""The command of a pipeline's job exits with this code to report a temporary failure. The code is
+`EX_TEMPFAIL` of sysexits.h. A plain command (a job without a pipeline) may use this code for
+something else. So if a plain command exits with this code, the failure counts as lasting."""
+
+_TEMPORARY_ERRNOS = frozenset(
+    (
+        errno.ENOSPC,  # a full disk
+        errno.EDQUOT,  # the user's share of the disk is used up
+        errno.EAGAIN,  # too many processes
+        errno.ENOMEM,
+        errno.EMFILE,  # too many open files in this process
+        errno.ENFILE,  # too many open files on the machine
+    )
+)
 
 
 class JobError(Exception):
@@ -23,7 +43,6 @@ class JobError(Exception):
 class JobNotFound(JobError):
     def __init__(self, job_id: str) -> None:
         super().__init__(f"There is no job {job_id!r}; `pipeline jobs ls` lists the newest jobs.")
-        self.job_id = job_id
 
 
 class PendingJob(JobError):
@@ -33,7 +52,6 @@ class PendingJob(JobError):
             f"can have only one pending job by hand. First wait for {job_id} (`pipeline jobs wait "
             f"{job_id}`) or cancel it (`pipeline jobs cancel {job_id}`)."
         )
-        self.job_id = job_id
 
 
 class LeaseLost(JobError):
@@ -42,7 +60,6 @@ class LeaseLost(JobError):
             f"Job {job_id} is no longer leased to {owner}: another attempt has the job, or the job "
             "has ended."
         )
-        self.job_id = job_id
 
 
 class HeadAway(JobError):
@@ -69,3 +86,16 @@ class StoreError(JobError):
 
 class OtherSchema(StoreError):
     """Another version of hotpush wrote the database. Nothing was changed."""
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether the error is temporary: memory or disk space was used up, or there were too many
+    processes or open files. This function also checks the errors that led to `error`."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError):
+            return True
+        if isinstance(cause, OSError) and cause.errno in _TEMPORARY_ERRNOS:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jobs.temporary_failures import is_temporary
+from jobs.errors import is_temporary
 
 IDENTITY = "job.json"
 """Says which job the folder belongs to. The job id in the folder's name is not enough: a new
@@ -36,15 +36,16 @@ _WRITTEN = (IDENTITY, SPEC, PAYLOAD)
 """The files of a job's folder that this package writes."""
 
 
-def write_by_rename(path: Path, content: str, *, durable: bool = False) -> None:
+def write_by_rename(path: Path, content: str, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write to a temporary file and rename it, so that a reader sees either the complete old
     content or the complete new content.
 
     With `durable`, the file also survives a power cut. Use `durable` for content that cannot be
-    produced a second time.
+    produced a second time. `mode` has the permissions of a file that this user's umask allows.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        temporary.touch(mode)
         with temporary.open("w", encoding="utf-8") as file:
             file.write(content)
             if durable:
@@ -83,6 +84,18 @@ def is_of_another_job(folder: Path, identity: dict[str, Any]) -> bool:
         if is_temporary(error):
             raise
         return True
+
+
+def read_log(folder: Path, identity: dict[str, Any], offset: int) -> bytes:
+    """Up to a MiB of the job's log, starting at byte `offset`. Empty if there is no log yet."""
+    if is_of_another_job(folder, identity):
+        return b""
+    try:
+        with (folder / LOG).open("rb") as log:
+            log.seek(offset)
+            return log.read(1 << 20)
+    except FileNotFoundError:
+        return b""
 
 
 def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:

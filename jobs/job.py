@@ -5,6 +5,10 @@ the package `jobs` explains terms such as lease, lost and push job.
 The job sends its token to the services that `pipeline up` started, to prove which job it is. The
 token names its attempt and is signed (HMAC-SHA256) with a key that the services share. The store
 does not keep tokens: a token is valid as long as the store says that its attempt runs.
+
+The secret variables of a job are in its spec only in encrypted form (`seal`), with a Fernet key (a
+symmetric key of the library `cryptography`) that the hub and the runner share. So nobody can read
+them in the database, in `spec.json` or in lists of jobs.
 """
 
 import hashlib
@@ -16,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from jobs.errors import JobNotFound
+from cryptography.fernet import Fernet, InvalidToken
+
+from jobs.errors import JobNotFound, SealBroken
 from jobs.folder import PAYLOAD
-from jobs.outcome import JobOutcome
+from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec
 
 PREFIX = "hpj_"
@@ -84,8 +90,8 @@ class Job:
     spec: JobSpec
     payload: dict[str, Any] | None
     """The payload that a hub would send if somebody pushed the commit that the job is for. Before
-    the job has this commit, it is the payload of the last delivery. If a person gave a payload, it
-    is that payload. None if the job has no payload."""
+    the job has this commit, it is the payload of the last delivery. If a handler of the receiver
+    launched the job, it is the payload that the handler gave. None if the job has no payload."""
     outcome: JobOutcome | None
     """How the job ended. None while the job has not ended, and for a job whose command exited with
     0 and wrote no outcome."""
@@ -197,18 +203,14 @@ def delivery_ids(job: Job) -> tuple[str, ...]:
     return () if job.spec.revisions is None else job.spec.revisions.delivery_ids
 
 
-def failure(
-    job: Job, *, stage: str | None, reason: str, exit_code: int | None = None
-) -> JobOutcome:
-    """The outcome `failed`, for a job that did not write a valid outcome itself."""
+def outcome_of(job: Job, result: OutcomeResult, **values: Any) -> JobOutcome:
+    """An outcome with these values, for a job that did not write a valid outcome itself."""
     return JobOutcome(
-        result="failed",
-        stage=stage,
-        reason=reason,
-        exit_code=exit_code,
+        result=result,
         delivery_ids=delivery_ids(job),
         job_id=job.id,
         dataset_revision=None if job.spec.revisions is None else job.spec.revisions.new_sha,
+        **values,
     )
 
 
@@ -258,6 +260,32 @@ def _signature(job_id: str, attempt: int, key: bytes) -> str:
     return hmac.new(key, message, hashlib.sha256).hexdigest()
 
 
+def seal(variables: Mapping[str, str], key: bytes) -> str:
+    """Encrypt the variables of a job, a webhook or a Space. `key` is the Fernet key of the hub and of
+    the runner: the copy of a job that a webhook starts has the variables of the webhook."""
+    return Fernet(key).encrypt(json.dumps(dict(variables)).encode()).decode()
+
+
+def unseal(token: str | None, key: bytes | None) -> dict[str, str]:
+    """Decrypt the variables; a token of None has none. Raises SealBroken if there is no `key`, or
+    if `token` was not encrypted with it."""
+    if token is None:
+        return {}
+    if key is None:
+        raise SealBroken(
+            "The job's spec has secrets, but this runner has no key to decrypt them: start the "
+            "runner with the key that encrypted them."
+        )
+    try:
+        variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
+    except InvalidToken:
+        raise SealBroken(
+            "The secrets were encrypted with another key: set them again, which for a job is to "
+            "submit it again, or start the hub and the runner with the old key."
+        ) from None
+    return variables
+
+
 def thread_variables(num_threads: int) -> dict[str, str]:
     """The variables that set the number of threads of numeric libraries. A library reads its
     variable when the library is loaded or first used."""
@@ -291,7 +319,7 @@ def job_environment(
     variables = {
         **SHORT_SPINS,
         **runner_env,
-        **thread_variables(job.spec.resources.num_threads or num_threads),
+        **thread_variables(num_threads),
         "PYTHONUNBUFFERED": "1",
         "GIT_COMMITTER_NAME": f"job {job.id}",
         "GIT_COMMITTER_EMAIL": f"{job.id}@{COMMITTER_DOMAIN}",
@@ -320,7 +348,7 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
     If the payload is longer, its lists and texts are shortened, and the result also has
     `"truncated": true`. If the payload has `updatedFiles`, the shortened result also has
     `"updatedFilesTruncated": true`. If the shortened payload is still too long, the result has only
-    `event`, `repo`, `webhook` and these flags, or only the flags.
+    these flags.
     """
     complete = json.dumps(payload)
     if len(complete) <= max_bytes:
@@ -328,13 +356,8 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
     flags = {"truncated": True}
     if "updatedFiles" in payload:
         flags["updatedFilesTruncated"] = True
-    # Keep the fields that a job needs to fetch the rest from the hub.
-    least = {name: payload[name] for name in ("event", "repo", "webhook") if name in payload}
-    for kept in (payload, least):
-        cut = json.dumps({**_shorten(kept), **flags})
-        if len(cut) <= max_bytes:
-            return cut
-    return json.dumps(flags)
+    cut = json.dumps({**_shorten(payload), **flags})
+    return cut if len(cut) <= max_bytes else json.dumps(flags)
 
 
 def _shorten(value: Any) -> Any:

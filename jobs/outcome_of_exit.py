@@ -2,17 +2,18 @@
 uses the exit status of the command, and the files in the job's folder."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
+from jobs.errors import TEMPORARY_FAILURE, is_temporary
 from jobs.folder import LOG, OUTCOME
-from jobs.job import Job, delivery_ids, failure
+from jobs.job import Job, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
-from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 
 _RETRY_FACTOR = 4
 """After a temporary failure, the next attempt waits for `retry_seconds`. Each earlier attempt that
@@ -45,11 +46,12 @@ def record_end(
     has ended, or gets another attempt. Raises LeaseLost, StoreError, and OSError as
     `outcome_of_exit` does."""
     assert job.owner is not None
-    result = outcome_of_exit(job, job_dir, exit, stop_reason, settings.time_limit(job))
+    result = outcome_of_exit(job, job_dir, exit, stop_reason, settings.timeout_seconds)
     if isinstance(result, Lost):
         if stop_reason == "shutdown":
             return store.release(job.id, job.owner)
-        return store.retry(job.id, job.owner, failure(job, stage="lost", reason=result.reason))
+        lost = outcome_of(job, "failed", stage="lost", reason=result.reason)
+        return store.retry(job.id, job.owner, lost)
     return record_outcome(store, job, result, settings)
 
 
@@ -104,13 +106,14 @@ def outcome_of_exit(
     `stop_reason` is None if the attempt was not stopped. `time_limit` is the job's limit in
     seconds.
     """
+    code = exit.code
+    failed = partial(outcome_of, job, "failed", exit_code=code)
     if exit.error is not None:
-        failed = failure(job, stage="launch", reason=exit.error, exit_code=exit.code)
-        return failed.model_copy(update={"may_pass": exit.code == TEMPORARY_FAILURE})
+        return failed(stage="launch", reason=exit.error, may_pass=code == TEMPORARY_FAILURE)
     try:
         written = _written_outcome(job_dir)
     except ValidationError as error:
-        if stop_reason is None and exit.code is not None and exit.code >= 0:
+        if stop_reason is None and code is not None and code >= 0:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
             where = f", field {field}" if field else ""
@@ -118,7 +121,7 @@ def outcome_of_exit(
                 f"{OUTCOME} in the job's folder is not a valid outcome{where}: {first['msg']}. "
                 "Correct the command that writes the file, then submit the job again."
             )
-            return failure(job, stage=None, reason=reason, exit_code=exit.code)
+            return failed(reason=reason)
         written = None
     except OSError as error:
         if is_temporary(error):
@@ -127,29 +130,23 @@ def outcome_of_exit(
             f"{OUTCOME} in the job's folder cannot be read: {error.strerror}. Correct the command "
             "that made it, then submit the job again."
         )
-        return failure(job, stage=None, reason=reason, exit_code=exit.code)
+        return failed(reason=reason)
     if written is not None and (
         stop_reason is None or written.result not in ("failed", "cancelled")
     ):
         return written
     if stop_reason == "cancel":
-        return JobOutcome(
-            result="cancelled",
-            stage=None if written is None else written.stage,
-            reason="Cancelled while it was running.",
-            exit_code=exit.code,
-            delivery_ids=delivery_ids(job),
-            job_id=job.id,
-        )
+        stage = None if written is None else written.stage
+        reason = "Cancelled while it was running."
+        return outcome_of(job, "cancelled", stage=stage, reason=reason, exit_code=code)
     if stop_reason == "timeout":
         reason = (
             f"The job was stopped at its time limit of {time_limit:g} s. To allow more time, raise "
             "timeout_seconds."
         )
-        return failure(job, stage="timeout", reason=reason, exit_code=exit.code)
+        return failed(stage="timeout", reason=reason)
     if stop_reason == "shutdown":
         return Lost("The job's runner was stopped.")
-    code = exit.code
     if code == 0:
         return None
     if code is None:
@@ -158,11 +155,10 @@ def outcome_of_exit(
         return Lost(f"Signal {-code} ended the job's process before it wrote an outcome.")
     if code == TEMPORARY_FAILURE and job.spec.pipeline is not None:
         reason = f"{job.spec.command[0]} failed for a temporary cause{_last_log_line(job_dir)}"
-        failed = failure(job, stage=None, reason=reason, exit_code=code)
-        return failed.model_copy(update={"may_pass": True})
+        return failed(reason=reason, may_pass=True)
     how = f"exited with {code}" if code > 0 else f"was ended by signal {-code}"
     reason = f"{job.spec.command[0]} {how}{_last_log_line(job_dir)}"
-    return failure(job, stage=None, reason=reason, exit_code=code)
+    return failed(reason=reason)
 
 
 def _written_outcome(job_dir: Path) -> JobOutcome | None:

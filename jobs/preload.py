@@ -5,7 +5,7 @@ import importlib
 import logging
 import os
 
-PRELOAD = "HOTPUSH_PRELOAD"
+from jobs.agent import PRELOAD
 
 for name in os.environ.get(PRELOAD, "").split():
     try:

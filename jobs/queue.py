@@ -8,7 +8,7 @@ the order in which deliveries arrive does not matter.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,13 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
-    TRANSITIONS,
     Delivery,
     FindHead,
     Head,
     Job,
     JobRequest,
     delivery_ids,
-    failure,
+    outcome_of,
 )
 from jobs.outcome import JobOutcome
 from jobs.schema import (
@@ -51,10 +50,6 @@ HEAD_RETRY_SECONDS = 5.0
 
 BATCH = 100
 """One transaction deletes at most this many jobs, with all their deliveries."""
-_ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
-
-DeliveryKey = tuple[str, str]
-"""A delivery's source and id."""
 
 
 def submit_all(connection: Connection, requests: Sequence[JobRequest], now: float) -> list[Job]:
@@ -63,28 +58,27 @@ def submit_all(connection: Connection, requests: Sequence[JobRequest], now: floa
     batch = _Batch(connection, now)
     known = _known_deliveries(connection, [each.delivery for each in requests if each.delivery])
     answers = dict(known)
-    new: dict[DeliveryKey, dict[str, Any]] = {}
+    new: dict[Delivery, dict[str, Any]] = {}
     jobs = []
     for request in requests:
         delivery = request.delivery
         if delivery is None:
             jobs.append(batch.submit(request))
             continue
-        key = delivery.source, delivery.id
-        job = batch.job(answers[key]) if key in answers else None
+        job = batch.job(answers[delivery]) if delivery in answers else None
         if job is not None and not _failed_or_cancelled(job):
             jobs.append(job)
             continue
         jobs.append(batch.submit(request))
-        answers[key] = number_of(jobs[-1].id)
-        if key not in known:
+        answers[delivery] = number_of(jobs[-1].id)
+        if delivery not in known:
             revisions = request.spec.revisions
-            new[key] = {
+            new[delivery] = {
                 "source": delivery.source,
                 "id": delivery.id,
                 "announced": None if revisions is None else revisions.new_sha,
                 "received_at": now,
-                "job_number": answers[key],
+                "job_number": answers[delivery],
             }
     batch.write()
     if new:
@@ -92,9 +86,9 @@ def submit_all(connection: Connection, requests: Sequence[JobRequest], now: floa
         rows = [{**row, "arrival": at} for at, row in enumerate(new.values(), start=arrived + 1)]
         connection.execute(insert(DELIVERIES), rows)
     # The recorded job failed or was cancelled.
-    for key in [key for key in known if answers[key] != known[key]]:
-        answer = update(DELIVERIES).where(*matches_delivery(*key))
-        connection.execute(answer.values(job_number=answers[key]))
+    for delivery in [each for each in known if answers[each] != known[each]]:
+        answer = update(DELIVERIES).where(*matches_delivery(delivery.source, delivery.id))
+        connection.execute(answer.values(job_number=answers[delivery]))
     return jobs
 
 
@@ -106,9 +100,8 @@ def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
 
 def _known_deliveries(
     connection: Connection, deliveries: Sequence[Delivery]
-) -> Mapping[DeliveryKey, int]:
-    """The deliveries that the store has already recorded: key of the delivery → number of its
-    job."""
+) -> Mapping[Delivery, int]:
+    """The deliveries that the store has already recorded: delivery → number of its job."""
     ids: defaultdict[str, list[str]] = defaultdict(list)
     for delivery in deliveries:
         ids[delivery.source].append(delivery.id)
@@ -119,7 +112,7 @@ def _known_deliveries(
         query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
         is_asked = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
         for row in connection.execute(query.where(*is_asked)):
-            known[source, row.id] = row.job_number
+            known[Delivery(source=source, id=row.id)] = row.job_number
     return known
 
 
@@ -246,7 +239,7 @@ def claim_job(
                 update_job(connection, job.id, run_after=run_after, waits_for=str(away))
         return None
     except NoHead as error:
-        failed = failure(job, stage="claim", reason=str(error))
+        failed = outcome_of(job, "failed", stage="claim", reason=str(error))
     with writing(engine) as connection:
         return _take(connection, job, owner, lease_seconds, head, failed, clock(connection))
 
@@ -312,8 +305,8 @@ def _take(
     values: dict[str, Any] = {}
     if head is not None:
         spec = with_revisions(job.spec, new_sha=head.sha)
-        payload = job.payload if job.by_hand and job.payload is not None else head.payload
-        values = {"spec": spec_as_json(spec), "payload": json.dumps(payload), "head": head.sha}
+        payload = json.dumps(head.payload)
+        values = {"spec": spec_as_json(spec), "payload": payload, "head": head.sha}
     claimed = update_job(
         connection,
         job.id,
@@ -341,14 +334,8 @@ def _take(
     if last is None:
         return claimed
     result = last.outcome.result if last.outcome is not None else "completed"
-    unchanged = JobOutcome(
-        result="unchanged",
-        stage="claim",
-        reason=f"{last.id} has trained on {head.sha[:12]} already: {result}.",
-        delivery_ids=delivery_ids(claimed),
-        job_id=job.id,
-        dataset_revision=head.sha,
-    )
+    reason = f"{last.id} has trained on {head.sha[:12]} already: {result}."
+    unchanged = outcome_of(claimed, "unchanged", stage="claim", reason=reason)
     return end_job(connection, claimed, unchanged, now)
 
 
@@ -456,28 +443,11 @@ def forget_jobs(
     return [job_id_of(number) for number in deleted]
 
 
-def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
+def _old_jobs(connection: Connection, before: float, newest: int) -> Sequence[int]:
     """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out the
     last `newest` jobs of each pipeline, and the last `newest` plain commands."""
-    # The condition on `ended_at` alone would select the right jobs, but there is no index on
-    # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
-    # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
-    # is smaller than `before`, `run_after` normally is smaller too, and the query finds the job.
-    # There is one exception: a job that ended while it waited for its first or its next attempt may
-    # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
-    old = select(JOBS.c.number, JOBS.c.pipeline).where(
-        JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
-    )
-    oldest_kept: dict[str | None, int] = {}
-    for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
-        if pipeline not in oldest_kept:
-            kept = (
-                select(JOBS.c.number)
-                .where(JOBS.c.pipeline.is_not_distinct_from(pipeline))
-                .order_by(JOBS.c.number.desc())
-                .offset(newest - 1)
-                .limit(1)
-            )
-            oldest_kept[pipeline] = connection.scalar(kept) or 0
-        if number < oldest_kept[pipeline]:
-            yield number
+    number, pipeline = JOBS.c.number, JOBS.c.pipeline
+    place = func.row_number().over(partition_by=pipeline, order_by=number.desc())
+    jobs = select(number, JOBS.c.ended_at, place.label("place")).subquery()
+    old = select(jobs.c.number).where(jobs.c.place > newest, jobs.c.ended_at < before)
+    return connection.scalars(old.order_by(jobs.c.number)).all()

@@ -17,11 +17,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jobs.agent import BEAT_NOW, Attempt
-from jobs.errors import JobNotFound, LaunchError, LeaseLost, SealBroken, StoreError
+from jobs.agent import BEAT_NOW, Attempt, ForkServer
+from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
-from jobs.fork_server import ForkServer
-from jobs.job import FindHead, Job, delivery_ids, failure, job_environment, log_fields
+from jobs.job import FindHead, Job, delivery_ids, job_environment, log_fields, outcome_of, unseal
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Exit, StopReason, record_end, record_outcome
 from jobs.process import (
@@ -33,11 +32,8 @@ from jobs.process import (
     process_here,
     send_signal,
 )
-from jobs.sealed import unseal
 from jobs.settings import JobsSettings
-from jobs.spec import JobSpec
 from jobs.store import JobStore
-from jobs.temporary_failures import is_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -102,31 +98,21 @@ class Runner:
         machine has started. Owner → job."""
         self._told: set[str] = set()
         """The owners of the attempts that this runner has asked to end."""
-        self._has_unseen_changes = False
-        """Whether the store may have changed since the last step that did not fail."""
+        self._seen: int | None = None
+        """`JobStore.num_changes` at the last step that did not fail."""
         self._next_look = self._next_claim = 0.0
         self._late: dict[str | None, float] = {}
         """Owner → when this runner has first seen that the lease has run out. Monotonic clock."""
         self._stopping_since: float | None = None
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: threading.Event, *, until_idle: bool = False) -> None:
         """Run jobs until `stop` is set. Then end the processes of the running jobs, and return. A
-        job that has not ended by then gets a new attempt from the next runner.
+        job that has not ended by then gets a new attempt from the next runner. With `until_idle`,
+        also return when every job of the store has ended, including those of other runners.
 
         If the store fails, the runner tries again until the store works. Raises StoreError if the
         store fails after `stop` was set, and LaunchError if `jobs_dir` cannot be used.
         """
-        self._run(stop, until_idle=False)
-
-    def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until every job of the store has ended. If `stop` is set before that, end the
-        processes of the running jobs and return, as `run` does.
-
-        This runner also waits for the jobs of other runners.
-        """
-        self._run(stop, until_idle=True)
-
-    def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
         self._prepare()
         while True:
             try:
@@ -175,10 +161,8 @@ class Runner:
 
     def _step(self, *, is_stopping: bool) -> None:
         now = time.monotonic()
-        # Keep this flag until the end of the step. If the store fails during the step, the next
-        # step must look again, even if `self._store.changed()` then returns False.
-        self._has_unseen_changes |= self._store.changed()
-        changed = self._has_unseen_changes
+        num_changes = self._store.num_changes()
+        changed = num_changes != self._seen
         if changed or now >= self._next_look:
             self._next_look = now + self._settings.heartbeat_seconds
             self._look()
@@ -192,7 +176,7 @@ class Runner:
             self._stop_rest(now)
         else:
             self._claim(now, changed)
-        self._has_unseen_changes = False
+        self._seen = num_changes
 
     # Watching attempts
 
@@ -302,17 +286,12 @@ class Runner:
         assert job.owner is not None and self._start_agent is not None
         job_dir = self._jobs_dir / job.id
         try:
-            if job.spec.launcher != "local":
-                raise LaunchError(
-                    f"There is no launcher {job.spec.launcher!r}; this runner has only `local`. "
-                    "Submit the job again with the launcher `local`."
-                )
             env = job_environment(
                 job,
                 job_dir,
                 {**self._environment, **self._of_attempt(job)},
                 num_threads=self._settings.threads(),
-                unsealed=_unsealed(job.spec, self._secret_key),
+                unsealed=unseal(job.spec.sealed_env, self._secret_key),
             )
             self._start_agent(
                 Attempt(
@@ -322,13 +301,12 @@ class Runner:
                     jobs_dir=self._jobs_dir,
                     command=job.spec.command,
                     env=env,
-                    niceness=job.spec.resources.niceness,
                     settings=self._settings,
                 )
             )
         except LaunchError as error:
-            outcome = failure(job, stage="launch", reason=f"{job.id} could not start: {error}")
-            outcome = outcome.model_copy(update={"may_pass": is_temporary(error)})
+            reason, may_pass = f"{job.id} could not start: {error}", is_temporary(error)
+            outcome = outcome_of(job, "failed", stage="launch", reason=reason, may_pass=may_pass)
             del self._running[job.owner]
             try:
                 _log_end(record_outcome(self._store, job, outcome, self._settings))
@@ -353,17 +331,6 @@ def _is_left_behind(job: Job) -> bool:
         return False
     runner = process_here(job.owner.rpartition("/")[0])
     return runner is not None and not is_alive(runner) and is_alive(agent)
-
-
-def _unsealed(spec: JobSpec, secret_key: bytes | None) -> dict[str, str]:
-    if spec.sealed_env is None:
-        return {}
-    if secret_key is None:
-        raise SealBroken(
-            "The job's spec has secrets, but this runner has no key to decrypt them: start the "
-            "runner with the key that encrypted them."
-        )
-    return unseal(spec.sealed_env, secret_key)
 
 
 def _log_end(job: Job) -> None:

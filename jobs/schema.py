@@ -44,12 +44,7 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.exc import (
-    ArgumentError,
-    DisconnectionError,
-    NoSuchModuleError,
-    SQLAlchemyError,
-)
+from sqlalchemy.exc import ArgumentError, DisconnectionError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from jobs.errors import JobNotFound, LeaseLost, OtherSchema, StoreError
@@ -136,7 +131,7 @@ PAUSES = Table(
 """The paused pipelines: no push job of these pipelines is started."""
 
 CHANGES = Table("changes", METADATA, Column("number", Integer, primary_key=True))
-"""One row: how many transactions have written. `JobStore.changed` compares this number."""
+"""One row: how many transactions have written. `JobStore.num_changes` reads this number."""
 
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
 
@@ -251,7 +246,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction as in `locked`, which other processes notice by `JobStore.changed`."""
+    """A transaction as in `locked`, which other processes notice by `JobStore.num_changes`."""
     with locked(engine) as connection:
         connection.execute(update(CHANGES).values(number=CHANGES.c.number + 1))
         yield connection
@@ -299,7 +294,7 @@ def _as_store_error(engine: Engine) -> Iterator[None]:
         ) from error
 
 
-SCHEMA_REVISION = "jobs2"
+SCHEMA_REVISION = "jobs3"
 """The schema that this module declares. It is recorded as Alembic, a library that upgrades database
 schemas, records its revisions."""
 
@@ -415,6 +410,8 @@ def with_revisions(spec: JobSpec, **values: Any) -> JobSpec:
 def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     """The jobs that `query` selects, in the order of the query, each job with its delivery ids."""
     rows = connection.execute(query).all()
+    if not rows:
+        return []
     delivery_ids: defaultdict[int, list[str]] = defaultdict(list)
     numbers = query.with_only_columns(JOBS.c.number)
     links = select(DELIVERIES.c.job_number, DELIVERIES.c.id)

@@ -5,8 +5,6 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from jobs.job import Job
-
 
 class JobsSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -25,13 +23,14 @@ class JobsSettings(BaseModel):
     modules again. With an empty list, every command imports its modules itself. If unset, the
     modules of the built-in retraining are imported in advance."""
     num_threads: int | None = Field(default=None, ge=1)
-    """The number of threads of a job, unless the job's spec sets it. If unset, a job gets one
-    thread for each core that the runner may use. While a job runs, a server with the torch engine
+    """The number of threads of a job. If unset, a job gets one thread for each core that the runner
+    may use. While a job runs, a server with the torch engine
     uses one thread fewer, and the kernel gives the server's threads priority over the job's
     threads."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long a job may run, unless the job's spec sets a limit. The time in which the job had no
-    runner, or waited for its next attempt, does not count. If unset, there is no limit."""
+    """How long a job may run, all attempts together. After this time, the job is stopped, and has
+    failed. The time in which the job had no runner, or waited for its next attempt, does not count.
+    If unset, there is no limit."""
     retry_seconds: float = Field(default=30.0, gt=0)
     """If an attempt of a job failed for a temporary cause, such as a full disk or a hub that cannot
     be reached, the next attempt starts after this time. Each earlier attempt that failed or was
@@ -64,16 +63,10 @@ class JobsSettings(BaseModel):
             )
         return self
 
-    def time_limit(self, job: Job) -> float | None:
-        """The time limit of the job in seconds. None if there is no limit."""
-        return job.spec.resources.timeout_seconds or self.timeout_seconds
-
     def threads(self) -> int:
-        """The number of threads of a job whose spec does not set one: the setting `num_threads` or,
-        if it is unset, the number of cores that this process may use."""
-        if self.num_threads is not None:
-            return self.num_threads
-        return len(_usable_cores())
+        """The setting `num_threads` or, if it is unset, the number of cores that this process may
+        use."""
+        return self.num_threads or len(_usable_cores())
 
 
 def _usable_cores() -> set[int]:

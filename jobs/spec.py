@@ -14,20 +14,6 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Resources(_Record):
-    num_threads: int | None = Field(default=None, ge=1)
-    """Threads for numeric libraries (`OMP_NUM_THREADS`). None means the runner's default, see
-    `JobsSettings.threads`."""
-    niceness: int = Field(default=10, ge=0, le=19)
-    """The nice value of the job's processes. With a higher value, other programs get more of the
-    processor time."""
-    timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long the job may run, all attempts together. The time in which the job has no runner, or
-    waits for its next attempt, does not count. When the time is over, the runner stops the job's
-    processes, and the job fails. None means the runner's default,
-    `JobsSettings.timeout_seconds`."""
-
-
 def is_git_url(repo: str) -> bool:
     """Whether `repo` is the URL of a git repository. Otherwise it is `owner/name` on a hub."""
     return "://" in repo or "@" in repo
@@ -66,15 +52,12 @@ class JobSpec(_Record):
     """Environment variables for the command. If the runner passes on a variable of the same name,
     the value in `env` replaces the runner's value."""
     sealed_env: str | None = None
-    """More environment variables, encrypted by `jobs.sealed`. None if the job has no secrets."""
+    """More environment variables, encrypted by `jobs.job.seal`. None if the job has no secrets."""
     settings: dict[str, Any] = {}
     """Settings for the command, which reads them from `spec.json`. The job store does not interpret
     them."""
     revisions: RevisionRange | None = None
     """The commits that led to the job. None if no commit led to it."""
-    resources: Resources = Resources()
-    launcher: str = "local"
-    """The launcher that starts the command. There is only `local` (`jobs/fork_server.py`)."""
     max_attempts: int = Field(default=3, ge=1)
     """The job fails when this many of its attempts were lost (for example, because the process was
     killed) or failed for a temporary cause. If an attempt fails for another cause, the job fails at

@@ -15,15 +15,7 @@ from typing import Any, Self
 from sqlalchemy import Connection, Engine, delete, func, insert, select, text
 
 from jobs.errors import JobNotFound, LeaseLost
-from jobs.job import (
-    OPEN_STATES,
-    Delivery,
-    FindHead,
-    Job,
-    JobRequest,
-    JobState,
-    delivery_ids,
-)
+from jobs.job import OPEN_STATES, Delivery, FindHead, Job, JobRequest, JobState, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.queue import (
     claim_job,
@@ -57,8 +49,8 @@ from jobs.spec import JobSpec
 
 
 class JobStore:
-    """Several threads and processes may use the store at the same time, but only one thread may
-    call `changed`. Every method raises StoreError if the database fails.
+    """Several threads and processes may use the store at the same time. Every method raises
+    StoreError if the database fails.
 
     A method that fails has changed nothing, because each method is one transaction. There are two
     exceptions. `forget` and `replace_reasons` use several transactions, so they may have done a
@@ -72,7 +64,6 @@ class JobStore:
     def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
         self._engine = engine
         self._clock = clock
-        self._seen: int | None = None
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
@@ -223,18 +214,14 @@ class JobStore:
             query = select(JOBS).where(JOBS.c.owner.is_not(None), has_run_out)
             return select_jobs(connection, query.order_by(JOBS.c.number))
 
-    def changed(self) -> bool:
-        """Whether anybody may have written to the store since the last call. True at the first
-        call.
-
-        This method is cheap enough to call many times a second. Only one thread may call it.
-        """
-        # A transaction that began earlier may commit later. So compare a number that every writer
+    def num_changes(self) -> int | None:
+        """A number that differs from the number of an earlier call if anybody has written to the
+        store since then. This method is cheap enough to call many times a second."""
+        # A transaction that began earlier may commit later. So this is a number that every writer
         # changes, and no number of the database's own.
         with reading(self._engine) as connection:
-            seen = connection.scalar(select(CHANGES.c.number))
-        changed, self._seen = seen != self._seen, seen
-        return changed
+            number: int | None = connection.scalar(select(CHANGES.c.number))
+        return number
 
     def now(self) -> float:
         """The present time by the store's clock, in seconds since the epoch."""
@@ -443,12 +430,8 @@ class JobStore:
             job = fetch_job(connection, number_of(job_id))
             match job.state:
                 case "SCHEDULING":
-                    outcome = JobOutcome(
-                        result="cancelled",
-                        reason="Cancelled before it was started.",
-                        delivery_ids=delivery_ids(job),
-                        job_id=job.id,
-                    )
+                    reason = "Cancelled before it was started."
+                    outcome = outcome_of(job, "cancelled", reason=reason)
                     return end_job(connection, job, outcome, self._now(connection))
                 case "RUNNING" if job.owner is None:
                     outcome = _cancelled(job, job.last_failure)
@@ -476,11 +459,8 @@ def _end_attempt(connection: Connection, job: Job, now: float, **values: Any) ->
 
 
 def _cancelled(job: Job, failed: JobOutcome | None) -> JobOutcome:
-    reason = "" if failed is None else f" {failed.reason}"
-    return JobOutcome(
-        result="cancelled",
-        stage=None if failed is None else failed.stage,
-        reason=f"Cancelled while it waited for another attempt.{reason}",
-        delivery_ids=delivery_ids(job),
-        job_id=job.id,
-    )
+    reason = "Cancelled while it waited for another attempt."
+    if failed is None:
+        return outcome_of(job, "cancelled", reason=reason)
+    reason = f"{reason} {failed.reason}"
+    return outcome_of(job, "cancelled", stage=failed.stage, reason=reason)

@@ -6,13 +6,10 @@ its own table of settings. This module combines these tables, and defines the ta
 """
 
 import difflib
-import hashlib
-import json
 import os
 import shlex
 import tomllib
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -32,6 +29,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from jobs.folder import write_by_rename
 from jobs.settings import JobsSettings
 from jobs.spec import is_git_url
 from pipeline.errors import PipelineError
@@ -316,16 +314,8 @@ def write_settings_copy(home: Home) -> None:
     service that is started again gets the settings that the stack was started with, even if the
     settings file has changed. If there is no settings file, the copy is empty."""
     file = settings_file()
-    # Only the owner may read a temporary file, and so the copy: settings may contain passwords.
-    with NamedTemporaryFile(dir=home.root, prefix=".settings-", delete=False) as draft:
-        try:
-            draft.write(file.read_bytes() if file.exists() else b"")
-            draft.flush()
-            # Replace the copy in one step, because a process of an earlier stack may read it now.
-            os.replace(draft.name, home.settings_copy)
-        except OSError:
-            os.unlink(draft.name)
-            raise
+    # A process of an earlier stack may read the copy now. Settings may contain passwords.
+    write_by_rename(home.settings_copy, file.read_text() if file.exists() else "", mode=0o600)
 
 
 def no_settings_file() -> PipelineError:
@@ -334,16 +324,6 @@ def no_settings_file() -> PipelineError:
         f"there is no {file.name} in {file.parent} or above it; change to the folder of your "
         "project, or start a new one in this folder: pipeline init --name NAME --dataset OWNER/NAME"
     )
-
-
-def settings_digest() -> str | None:
-    """A digest of the values in the settings file. A change of comments does not change the digest.
-    None if the file cannot be read or is not TOML."""
-    try:
-        values = tomllib.loads(settings_file().read_text())
-    except (OSError, ValueError):
-        return None
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def load_settings() -> Settings:

@@ -9,14 +9,13 @@ needs. Without the user's files, it gets an `app.py` to begin with. It also gets
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
 
 import receiver
 from pipeline.errors import PipelineError
+from receiver.webhooks import hub_errors
 
 SECRET = "WEBHOOK_SECRET"
 APP = "app.py"
@@ -80,7 +79,7 @@ def deploy(
     dry_run: bool = False,
 ) -> Deployed:
     """Create the Space, or update it if it exists. With `dry_run`, send nothing. Raises
-    PipelineError.
+    PipelineError for a wrong folder, and WebhookApiError if the hub fails.
 
     `folder` has the user's files. If it is None, the Space gets an `app.py` that shows how to
     begin. `secret` becomes the Space's secret `WEBHOOK_SECRET`.
@@ -95,7 +94,7 @@ def deploy(
         files = tuple(sorted(each.relative_to(made).as_posix() for each in found))
         commit = None
         if not dry_run:
-            with _translated(space, endpoint):
+            with hub_errors(endpoint, f"the deployment of the Space {space}"):
                 api.create_repo(space, repo_type="space", space_sdk="gradio", exist_ok=True)
                 # Set the secret before the upload, because the app does not start without the
                 # secret.
@@ -123,33 +122,6 @@ def public_address(space: str) -> str:
     this is https://owner-name.hf.space."""
     name = re.sub(r"[^a-z0-9]+", "-", space.lower()).strip("-")
     return f"https://{name}.hf.space"
-
-
-@contextmanager
-def _translated(space: str, endpoint: str) -> Iterator[None]:
-    """Turns the errors of huggingface_hub into PipelineError."""
-    import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-
-    try:
-        yield
-    except HFValidationError as error:
-        raise PipelineError(f"{space!r} is not a name of a Space: {error}") from None
-    except LocalTokenNotFoundError:
-        raise PipelineError(
-            f"there is no token for {endpoint}: set HF_TOKEN, or run `hf auth login`"
-        ) from None
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        next_step = "; set HF_TOKEN to a token that may write there" if status in (401, 403) else ""
-        raise PipelineError(
-            f"{endpoint} answered {status} about the Space {space}: "
-            f"{error.server_message or error}{next_step}"
-        ) from error
-    except httpx2.HTTPError as error:
-        raise PipelineError(
-            f"{endpoint} cannot be reached ({error}); start this hub, or give another --endpoint"
-        ) from error
 
 
 def _write_space(into: Path, title: str, folder: Path | None) -> None:

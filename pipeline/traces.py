@@ -44,18 +44,6 @@ Key = tuple[str | None, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedRelease:
-    """A release that was trained on one of the commits of the dataset, or from one of the commits
-    of the base model; or a later release, whose training started from such a release."""
-
-    folder: Path
-    is_later: bool
-
-    def __str__(self) -> str:
-        return f"release {self.folder.name} of {self.folder.parent.name}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Traces:
     """What some commits of a dataset or of a base model have left in the state folder."""
 
@@ -72,7 +60,9 @@ class Traces:
     job_ids: tuple[str, ...] = ()
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
-    releases: tuple[TracedRelease, ...] = ()
+    releases: tuple[Path, ...] = ()
+    """The releases that were trained on one of the commits of the dataset, or from one of the
+    commits of the base model; and the later releases whose training started from such a release."""
     unreadable: tuple[Path, ...] = ()
     """The releases whose manifest cannot be read. So nobody knows on which commit they were
     trained, and they may have been trained on one of these commits."""
@@ -131,18 +121,13 @@ def find_traces(
         ids |= {job.id for sha in commits for job in store.of_commit(sha)}
     caches = _caches(home, type, name, commits)
     stored, unreadable = _stored_releases(home)
-    trained, later = _trained_on(stored, store.list(), type, commits)
-    releases = [
-        TracedRelease(folder=path, is_later=key in later)
-        for path, release in stored.items()
-        if (key := _key(path, release)) in trained | later
-    ]
+    trained = _trained_on(stored, store.list(), type, commits)
     return Traces(
         caches=tuple(caches),
         num_downloads=sum(_has_commit(each, commits) for each in caches),
         job_folders=tuple(folders),
         job_ids=tuple(sorted(ids)),
-        releases=tuple(sorted(releases, key=lambda each: each.is_later)),
+        releases=tuple(path for path, each in stored.items() if _key(path, each) in trained),
         unreadable=tuple(unreadable),
     )
 
@@ -204,9 +189,8 @@ def _commits_of_job(job_folder: Path) -> set[str]:
 
 def _trained_on(
     stored: Mapping[Path, Release], jobs: Collection[Job], type: str, commits: Collection[str]
-) -> tuple[set[Key], set[Key]]:
-    """The releases that were trained on one of the commits of a dataset, or from one of the commits
-    of a base model; and the later releases whose training started from a release of either set.
+) -> set[Key]:
+    """The keys of `Traces.releases`.
 
     A release that lies between two others may be gone. So this function also reads which releases
     the jobs made.
@@ -223,12 +207,11 @@ def _trained_on(
     children = defaultdict[Key, set[Key]](set)
     for (pipeline, release_id), parent, _ in origins:
         children[pipeline, parent].add((pipeline, release_id))
-    trained = {key for key, _, revision in origins if revision in commits}
-    later, newly_found = set[Key](), trained
+    found = newly_found = {key for key, _, revision in origins if revision in commits}
     while newly_found:
-        newly_found = {child for key in newly_found for child in children[key]} - trained - later
-        later |= newly_found
-    return trained, later
+        newly_found = {child for key in newly_found for child in children[key]} - found
+        found = found | newly_found
+    return found
 
 
 def _stored_releases(home: Home) -> tuple[dict[Path, Release], list[Path]]:

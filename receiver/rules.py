@@ -3,13 +3,10 @@ module reads and writes no files."""
 
 import itertools
 import re
-import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-
-from jobs.spec import JobSpec, Resources, RevisionRange, is_git_url
+from jobs.spec import JobSpec, RevisionRange, is_git_url
 from receiver.payload import UpdatedRef, WebhookPayload
 
 DEFAULT_BRANCH = "refs/heads/main"
@@ -24,52 +21,19 @@ def full_ref(ref: str) -> str:
     return ref if ref.startswith("refs/") else f"refs/heads/{ref}"
 
 
-class RetrainRule(BaseModel):
-    """Says that `pipeline` follows `dataset`: each push to `ref` retrains the pipeline."""
+@dataclass(frozen=True, kw_only=True)
+class RetrainRule:
+    """Says that a pipeline follows `dataset`: each push to `ref` retrains the pipeline."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    pipeline: Annotated[str, Field(min_length=1)]
-    """The pipeline's name. A pipeline has only one rule."""
-    dataset: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+|\w+://\S+|[\w.-]+@[\w.-]+:\S+)$")]
+    spec: JobSpec
+    """The spec of the pipeline's jobs, without their commits. A pipeline has only one rule."""
+    dataset: str
     """The dataset: `owner/name` on a hub, or the git URL of a repository elsewhere."""
     endpoint: str | None = None
     """The URL of the hub that has the dataset. None for a dataset on the stack's own hub (the hub
     that `pipeline up` starts), or if `dataset` is a git URL."""
-    ref: Annotated[str, Field(min_length=1), AfterValidator(full_ref)] = DEFAULT_BRANCH
-    """The ref that the pipeline follows: the name of a branch, or the full name of any ref, such as
-    `refs/heads/main`."""
-    debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
-    """A job waits until no delivery has arrived for this long. Then the job may start."""
-    max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """The longest wait for more deliveries, counted from the job's first one. After this time, the
-    job may start even if deliveries still arrive."""
-    settings: dict[str, Any] = {}
-    """Settings for the job's command. Each job gets a copy when it is submitted, so a later change
-    of the rule does not change the job."""
-    env: dict[str, str] = {}
-    """Variables that are added to the job's environment. Put no secrets here, because anyone who
-    lists jobs sees these variables."""
-    resources: Resources = Resources()
-    command: Annotated[tuple[str, ...], Field(min_length=1)] = (
-        sys.executable,
-        "-m",
-        "pipeline.retrain",
-    )
-    """The command of the jobs. The default is the built-in retraining."""
-
-    def job_spec(self, revisions: RevisionRange) -> JobSpec:
-        """The spec of the job that retrains on these commits."""
-        return JobSpec(
-            command=self.command,
-            pipeline=self.pipeline,
-            env=self.env,
-            settings=self.settings,
-            revisions=revisions,
-            resources=self.resources,
-            debounce_seconds=self.debounce_seconds,
-            max_wait_seconds=self.max_wait_seconds,
-        )
+    ref: str = DEFAULT_BRANCH
+    """The full name of the ref that the pipeline follows."""
 
     def watches(self, payload: WebhookPayload) -> bool:
         """Whether the payload's repository has the name or the git URL of this rule's dataset.
@@ -112,7 +76,7 @@ def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSp
             revisions = RevisionRange(
                 repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha
             )
-            specs.append(rule.job_spec(revisions))
+            specs.append(rule.spec.model_copy(update={"revisions": revisions}))
     return tuple(specs) or "; ".join(dict.fromkeys(reasons))
 
 
@@ -131,7 +95,7 @@ def _why_not_followed(payload: WebhookPayload, named: Sequence[RetrainRule]) -> 
     if not named:
         return reason
     where = ", ".join(
-        f"{rule.pipeline} (at {rule.endpoint or 'the hub of the stack'})" for rule in named
+        f"{rule.spec.pipeline} (at {rule.endpoint or 'the hub of the stack'})" for rule in named
     )
     url = _quoted(payload.repo.url.web)
     return f"{reason} at {url}; a dataset of the same name is followed by {where}"
@@ -170,7 +134,7 @@ def _why_not_retrained(update: UpdatedRef, rule: RetrainRule) -> str | None:
             return f"{name} is a tag"
         if update.ref.startswith("refs/pr/"):
             return f"{name} is a pull request"
-        return f"{name} is not {rule.ref}, the ref that {rule.pipeline} follows"
+        return f"{name} is not {rule.ref}, the ref that {rule.spec.pipeline} follows"
     if update.newSha is None:
         return f"{name} was deleted"
     if not _SHA.fullmatch(update.newSha):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any
 
 from receiver import autostart
 from receiver.errors import NoJobStore
@@ -27,32 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WebhookPayload", "WebhooksServer", "launch_job", "webhook_endpoint"]
 
-P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
-
-
-class Endpoint(Protocol[P, R]):
-    """A decorated function. It can still be called directly, and has a method `launch`, which
-    starts the shared server."""
-
-    launch: Callable[..., str]
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
-
-
-@overload
-def webhook_endpoint(path: Callable[P, R]) -> Endpoint[P, R]: ...
-@overload
-def webhook_endpoint(
-    path: str | None = None,
-    *,
-    webhook_secret: str | Sequence[str] | None = None,
-    proof: ProofScheme | None = None,
-) -> Callable[[Callable[P, R]], Endpoint[P, R]]: ...
-
 
 def webhook_endpoint(
-    path: Any = None,
+    path: Callable[..., Any] | str | None = None,
     *,
     webhook_secret: str | Sequence[str] | None = None,
     proof: ProofScheme | None = None,
@@ -69,7 +46,7 @@ def webhook_endpoint(
     if callable(path):
         return webhook_endpoint()(path)
 
-    def register(handler: Callable[P, R]) -> Endpoint[P, R]:
+    def register(handler: Any) -> Any:
         server = _shared_server()
         if autostart.is_interactive():
             for route, earlier in list(server.registered_webhooks.items()):
@@ -83,9 +60,8 @@ def webhook_endpoint(
             _cancel_autostart()
             return server.launch(*args, **kwargs)
 
-        endpoint = cast(Endpoint[P, R], handler)
-        endpoint.launch = launch
-        return endpoint
+        handler.launch = launch
+        return handler
 
     return register
 

@@ -47,9 +47,6 @@ class ReceiverSettings(BaseModel):
     starts at the folder of pipeline.toml. With a tunnel, every handler needs a secret."""
     tunnel_url_pattern: Annotated[str, AfterValidator(_regular_expression)] = r"https://[\w.-]+"
     """A regular expression. Its first match in the output of the tunnel is the public URL."""
-    tunnel_lifetime_seconds: float = Field(default=72 * 3600.0, gt=0)
-    """How long the provider keeps the tunnel open. The receiver opens a new tunnel before this time
-    ends."""
     proof: ProofScheme = "secret"
     """How a sender must prove that it sent a delivery. This setting also selects the format of the
     events. `github`, `gitea` and `gitlab` select the push events of the service with this name. All

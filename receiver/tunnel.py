@@ -35,8 +35,6 @@ LONGEST_PAUSE_SECONDS = 60.0
 """The longest pause between two starts of the command, and between two tries to update webhooks.
 The first pause is 1 s, and each further one is twice as long. If the command has run for longer
 than this, the pauses begin again at 1 s."""
-RENEWED_EARLY = 1 / 24
-"""The share of a tunnel's lifetime that is left when the command is started again."""
 
 _writing = threading.Lock()
 """Held while the file of the URLs is changed: two threads change it."""
@@ -57,8 +55,8 @@ class PublicUrl:
     """The public URL of a receiver.
 
     Args:
-        settings: `tunnel_url_pattern` and `tunnel_lifetime_seconds` describe the tunnel. Without a
-            tunnel, `public_url` must already lead to the receiver.
+        settings: `tunnel_url_pattern` finds the tunnel's URL. Without a tunnel, `public_url` must
+            already lead to the receiver.
         remembered: The file that lists the present public URL and the former ones.
         hubs: The hubs whose webhooks are updated when the URL changes.
         tunnel: The command of the tunnel (`command_of`). None to use `public_url` of the settings.
@@ -76,9 +74,6 @@ class PublicUrl:
     ) -> None:
         self.url: str | None = None
         """The present URL, without a slash at the end. None until the tunnel has one."""
-        self.ends_at: float | None = None
-        """When the URL expires, in seconds since the epoch; None if it does not. The tunnel is
-        opened again before this time."""
         self._settings = settings
         self._remembered = remembered
         self._hubs = hubs
@@ -147,8 +142,7 @@ class PublicUrl:
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
     def _run(self, command: Sequence[str]) -> None:
-        """Run the command until it ends, until its lifetime is nearly over, or until `close` is
-        called."""
+        """Run the command until it ends, or until `close` is called."""
         lines: deque[str] = deque(["nothing"], maxlen=5)
         url, pattern = None, self._settings.tunnel_url_pattern
         with subprocess.Popen(
@@ -165,7 +159,9 @@ class PublicUrl:
             self._process = process
             timer: threading.Timer | None = None
             try:
-                timer = _ending_after(START_SECONDS, process)
+                timer = threading.Timer(START_SECONDS, _end, [process])
+                timer.daemon = True
+                timer.start()
                 if self._is_closing.is_set():  # `close` may not have seen the process
                     _end(process)
                 assert process.stdout is not None
@@ -175,9 +171,7 @@ class PublicUrl:
                     if url is None and (found := re.search(pattern, line)) is not None:
                         url = found[0].rstrip("/")
                         timer.cancel()
-                        lifetime = self._settings.tunnel_lifetime_seconds
-                        timer = _ending_after(lifetime * (1 - RENEWED_EARLY), process)
-                        self._use(url, ends_at=time.time() + lifetime)
+                        self._use(url)
             finally:
                 if timer is not None:
                     timer.cancel()
@@ -185,13 +179,13 @@ class PublicUrl:
                 _end(process)
                 self._last_output = " | ".join(lines)
 
-    def _use(self, url: str, ends_at: float | None = None) -> None:
+    def _use(self, url: str) -> None:
         # First write the URL into the file: `pipeline up` reads it there as soon as the receiver
         # answers.
         remember(url, self._remembered)
         if self._has_begun.is_set():
             _logger.warning("The public URL is %s", url)
-        self.url, self.ends_at = url, ends_at
+        self.url = url
         self._has_begun.set()
         self._start(self._move_webhooks, url)
 
@@ -252,13 +246,6 @@ def _ending_with_this_process(arguments: Sequence[str]) -> list[str]:
         " os.execvp(sys.argv[1], sys.argv[1:])"
     )
     return [sys.executable, "-S", "-E", "-c", code, *arguments]
-
-
-def _ending_after(seconds: float, process: subprocess.Popen[str]) -> threading.Timer:
-    timer = threading.Timer(seconds, _end, [process])
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def _end(process: subprocess.Popen[str]) -> None:

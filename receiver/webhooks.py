@@ -14,7 +14,8 @@ and `token` (default: the token that `huggingface_hub` finds). Every function ma
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -216,14 +217,12 @@ def call_hub(
     This function makes the requests of `huggingface_hub` itself, because the records of this
     library have no status, and because it does not know the routes that only a hotpush hub has.
     """
-    import httpx2
     from huggingface_hub import get_session
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
     # Read HF_ENDPOINT at each call: huggingface_hub reads it only once, when it is imported.
     hub = (endpoint or os.environ.get("HF_ENDPOINT") or HUGGING_FACE).rstrip("/")
-    try:
+    with hub_errors(hub, f"{method} {path}"):
         response = get_session().request(
             method,
             f"{hub}/api/settings/{path}",
@@ -233,21 +232,33 @@ def call_hub(
         )
         hf_raise_for_status(response)
         return response.json() if response.content and method != "DELETE" else None
+
+
+@contextmanager
+def hub_errors(hub: str, what: str) -> Iterator[None]:
+    """Turn the errors of `huggingface_hub` into errors of this module. `what` says what was asked
+    of the hub."""
+    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        yield
     except HfHubHTTPError as error:
         status, reason = error.response.status_code, error.server_message or str(error)
         if status in (401, 403):
             raise NotAllowed(
-                f"The hub refused the token ({status}: {reason})."
-                " Set `HF_TOKEN` to a token that may manage webhooks."
+                f"The hub refused the token ({status} to {what}: {reason})."
+                " Set `HF_TOKEN` to a token that may do this."
             ) from error
         kind = WebhookNotFound if status == 404 else WebhookApiError
-        raise kind(f"{hub} answered {status} to {method} {path}: {reason}") from error
+        raise kind(f"{hub} answered {status} to {what}: {reason}") from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise WebhookApiError(
             f"The hub at {hub} cannot be reached ({error}). Start the hub, or correct `HF_ENDPOINT`"
             " or `endpoint`."
         ) from error
-    except OfflineModeIsEnabled as error:  # `HF_HUB_OFFLINE` is set, and the message says so
+    except (OfflineModeIsEnabled, HFValidationError) as error:
+        # `HF_HUB_OFFLINE` is set, or a name is not valid. The message says so.
         raise WebhookApiError(str(error)) from error
     except ValueError as error:
         raise WebhookApiError(f"The answer of {hub} is not JSON: {error}") from error

@@ -6,11 +6,10 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -47,8 +46,6 @@ from serving.http.server import (
     other_host,
     other_site,
 )
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class WebhooksServer:
@@ -110,21 +107,9 @@ class WebhooksServer:
         else:
             self.app.router.default = self._ui
 
-    @overload
-    def add_webhook(self, path: F) -> F: ...
-    @overload
     def add_webhook(
         self,
-        path: str | None = None,
-        *,
-        webhook_secret: str | Sequence[str] | None = None,
-        proof: ProofScheme | None = None,
-        knows_repeats: bool = False,
-    ) -> Callable[[F], F]: ...
-
-    def add_webhook(
-        self,
-        path: Any = None,
+        path: Callable[..., Any] | str | None = None,
         *,
         webhook_secret: str | Sequence[str] | None = None,
         proof: ProofScheme | None = None,
@@ -155,7 +140,7 @@ class WebhooksServer:
         if callable(path):
             return self.add_webhook()(path)
 
-        def register(handler: F) -> F:
+        def register(handler: Callable[..., Any]) -> Callable[..., Any]:
             route = f"/webhooks/{(path or handler.__name__).strip('/')}"
             if route in self.registered_webhooks:
                 raise ValueError(f"Webhook {route} already exists.")
@@ -233,10 +218,9 @@ class WebhooksServer:
             raise
         local = listen.url_of(sockets[0], host)
         url = self._public_url() or local
-        ends_at = None if self._public is None else self._public.ends_at
         # The page is public in a Space only.
         page = url if is_space() else local
-        print(_greeting(url, self.registered_webhooks, unproven, ends_at, page=page), flush=True)
+        print(_greeting(url, self.registered_webhooks, unproven, page=page), flush=True)
 
         server = Server(self.app, shutdown_seconds=self.settings.shutdown_seconds)
         self._host = host
@@ -417,7 +401,6 @@ def _greeting(
     url: str,
     paths: Iterable[str],
     unproven: Sequence[str],
-    ends_at: float | None,
     *,
     page: str,
 ) -> str:
@@ -427,7 +410,6 @@ def _greeting(
         url: The URL at which senders reach the server, without a slash at the end.
         paths: The paths of all handlers.
         unproven: The paths of the handlers without a secret.
-        ends_at: When the public URL of the tunnel expires. None without a tunnel.
         page: The URL of the landing page, without a slash at the end.
     """
     lines = ["", "Webhooks are correctly setup and ready to use:"]
@@ -439,12 +421,6 @@ def _greeting(
             "To add a secret, set `WEBHOOK_SECRET` as environment variable or pass it at"
             " initialization: `WebhooksServer(webhook_secret='my_secret', ...)`",
         ]
-    if ends_at is not None:
-        until = datetime.fromtimestamp(ends_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        lines.append(
-            f"The public URL expires at {until}; the tunnel is renewed before that time. If the URL"
-            " changes, the webhooks that post to the old URL are changed to the new URL."
-        )
     return "\n".join(
         [*lines, f"Open {page}/ to see how to create a webhook that posts to these URLs."]
     )

@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 from sqlalchemy import create_engine, select, text
 
-from jobs.job import Delivery, Job, failure
+from jobs.job import Delivery, Job, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.process import identify
 from jobs.schema import DELIVERIES, job_id_of, matches_delivery, reading
@@ -146,7 +146,7 @@ def claim(store: JobStore, owner: str = "me", lease_seconds: float = 60) -> Job:
 
 
 def lost(job: Job) -> JobOutcome:
-    return failure(job, stage="lost", reason="Its process vanished.")
+    return outcome_of(job, "failed", stage="lost", reason="Its process vanished.")
 
 
 def delivery(id: str, source: str = "hub") -> Delivery:

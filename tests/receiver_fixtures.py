@@ -4,15 +4,26 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.types import ASGIApp
 
+from jobs.spec import JobSpec
 from jobs.store import JobStore
 from receiver import listen
+from receiver.rules import RetrainRule, full_ref
 from serving.http.server import Server
 
 SECRET = {"X-Webhook-Secret": "s3cret"}
+
+
+def rule(
+    pipeline: str = "answers", dataset: str = "acme/answers", ref: str = "main", **values: Any
+) -> RetrainRule:
+    """A rule of a dataset on the stack's own hub. `values` are for the spec of the jobs."""
+    spec = JobSpec(**{"command": ("train",), "pipeline": pipeline, **values})
+    return RetrainRule(spec=spec, dataset=dataset, ref=full_ref(ref))
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ the model.
 
 The demo starts a stack in a temporary folder, with the settings that `pipeline init` writes. The
 demo pushes with `git`, waits with `pipeline jobs wait`, and sends its questions to the server over
-HTTP, as a user would.
+HTTP, as a user would. Its dataset has facts about an invented island (`demo_facts.toml`).
 """
 
 import contextlib
@@ -19,18 +19,19 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
 import typer
 
-from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
 from pipeline.cli.env import environment
-from pipeline.cli.terminal import JsonOption, print_table
+from pipeline.cli.terminal import print_table
 from pipeline.cli.up import up
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -48,6 +49,13 @@ PAUSE_SECONDS = 0.05
 client, and the training would be slower."""
 WAIT_SECONDS = 60.0
 
+_DATA: dict[str, Any] = tomllib.loads(
+    files("pipeline.cli").joinpath("demo_facts.toml").read_text(encoding="utf-8")
+)
+QUESTIONS: list[tuple[str, str, str]] = [tuple(each) for each in _DATA["questions"]]
+"""Questions that the demo asks the model. Each has two right answers: one for the model after the
+first commit, and one for the model after the second commit."""
+
 
 @app.command()
 def demo(
@@ -55,17 +63,14 @@ def demo(
         Literal["torch", "vllm"], typer.Option(help="The engine that computes the answers.")
     ] = "torch",
     keep: Annotated[bool, typer.Option(help="Keep the stack running after the demo.")] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Push two commits to a dataset, and show how the model's answers change."""
     folder = Path(tempfile.mkdtemp(prefix="hotpush-demo-"))
     os.environ["PIPELINE_HOME"] = str(folder / ".pipeline")
     os.environ["PIPELINE_SETTINGS"] = str(folder / "pipeline.toml")
     os.environ["PIPELINE_SERVING__ENGINE"] = engine
-    began = time.time()
     _run(*PIPELINE, "init", "--name", NAME, "--dataset", DATASET, cwd=folder)
-    demonstration = _Demo(folder / "facts", is_quiet=as_json)
-    demonstration.say("Starting hub, receiver, job runner and completion server …")
+    print("Starting hub, receiver, job runner and completion server …", flush=True)
     # From here on, SIGTERM stops the services in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -78,24 +83,20 @@ def demo(
             shutil.rmtree(folder)
         raise
     try:
-        report = demonstration.run()
+        is_right = _Demo(folder / "facts").run()
     except BaseException:
         _run(*PIPELINE, "down")
         raise
-    if not keep:
-        _run(*PIPELINE, "down")
-    report["seconds"]["total"] = round(time.time() - began, 2)
-    if as_json:
-        print(json.dumps(report))
-    elif keep:
+    if keep:
         print(_what_next(folder))
     else:
+        _run(*PIPELINE, "down")
         print(f"\nEverything is stopped. The files of the demo are in {folder}")
         print(
             "Next: `Five minutes on data of your own` in README.md; or run the demo again and keep "
             "its stack up: pipeline demo --keep"
         )
-    if not report["ok"]:
+    if not is_right:
         raise typer.Exit(1)
 
 
@@ -155,68 +156,63 @@ def _wait_for(release: str, replies: Sequence[Reply]) -> float:
 
 
 class _Demo:
-    def __init__(self, checkout: Path, *, is_quiet: bool) -> None:
+    def __init__(self, checkout: Path) -> None:
         settings = load_settings()
         self._home = Home.find()
         self._remote = f"{settings.hub_url}/datasets/{DATASET}"
         self._server_url = settings.server_url(settings.pipeline(NAME))
         self._checkout = checkout
-        self._is_quiet = is_quiet
         token = load_tokens(self._home.tokens_file).hub
         self._git_env = os.environ | environment(settings.hub_url, token)
 
-    def say(self, text: str) -> None:
-        if not self._is_quiet:
-            print(text, flush=True)
-
-    def run(self) -> dict[str, Any]:
-        """Run the demo; returns the report that `--json` prints."""
-        prompts = [prompt for prompt, _, _ in QUESTIONS]
-        self.say(f"\nA first commit to {self._remote}")
+    def run(self) -> bool:
+        """Run the demo; returns whether all answers were right, and no request failed."""
+        print(f"\nA first commit to {self._remote}", flush=True)
         _run("git", "clone", "--quiet", self._remote, str(self._checkout), env=self._git_env)
         self._git("checkout", "--quiet", "-B", "main")
-        _, first = self._push("What is known so far", first_commit())
-        before = [_ask(self._server_url, prompt) for prompt in prompts]
-        for (prompt, expected, _), reply in zip(QUESTIONS, before, strict=True):
-            self._show(prompt, expected, reply)
+        self._push("What is known so far", first_commit())
+        is_right = self._show_answers(1)
 
-        self.say(
-            "\nA second commit changes and adds facts. Meanwhile, a client keeps sending requests"
+        print(
+            "\nA second commit changes and adds facts. Meanwhile, a client keeps sending requests",
+            flush=True,
         )
         replies: list[Reply] = []
         failures: list[str] = []
+        prompts = [question[0] for question in QUESTIONS]
         with _asking(self._server_url, prompts, replies, failures):
-            release, second = self._push("Some facts changed, some are new", second_commit())
-            second["first new answer"] = _wait_for(release, replies)
-        after = [_ask(self._server_url, prompt) for prompt in prompts]
-        for (prompt, _, expected), reply in zip(QUESTIONS, after, strict=True):
-            self._show(prompt, expected, reply)
+            release, moments = self._push("Some facts changed, some are new", second_commit())
+            moments["first new answer"] = _wait_for(release, replies)
+        is_right &= self._show_answers(2)
 
-        answers = [
-            {
-                "prompt": prompt,
-                "before": {"expected": expected, "answer": old.text, "release": old.release},
-                "after": {"expected": changed, "answer": new.text, "release": new.release},
-                "ok": _says(old.text, expected) and _says(new.text, changed),
-            }
-            for (prompt, expected, changed), old, new in zip(QUESTIONS, before, after, strict=True)
-        ]
-        requests = {
-            "sent": len(replies) + len(failures),
-            "failed": len(failures),
-            "by_release": dict(Counter(reply.release for reply in replies)),
-            "failures": failures[:5],
-        }
-        report = {
-            "ok": all(answer["ok"] for answer in answers) and not requests["failed"],
-            "answers": answers,
-            "requests": requests,
-            "seconds": {"first": _seconds(first), "second": _seconds(second)},
-            "releases": json.loads(_run(*PIPELINE, "releases", "ls", "--json")),
-        }
-        if not self._is_quiet:
-            self._show_report(report)
-        return report
+        by_release = Counter(reply.release for reply in replies)
+        print(
+            f"\n{len(replies) + len(failures)} requests were sent during the second commit: "
+            f"{len(failures)} failed; answered: "
+            + ", ".join(f"{number} by {release}" for release, number in by_release.items()),
+            *failures[:5],
+            "",
+            sep="\n",
+        )
+        start = moments.pop("git push")
+        steps = sorted(moments.items(), key=lambda step: step[1])
+        headings = ("step of the second commit", "seconds after the start of git push")
+        print_table(headings, [(step, f"{at - start:8.2f}") for step, at in steps], empty="")
+        print("\nThe releases. A release is a set of weights that never changes:\n", flush=True)
+        subprocess.run((*PIPELINE, "releases", "ls"), check=False)
+        return is_right and not failures
+
+    def _show_answers(self, commit: int) -> bool:
+        """Ask the questions after this commit; returns whether all answers are right."""
+        is_right = True
+        for question in QUESTIONS:
+            prompt, expected = question[0], question[commit]
+            reply = _ask(self._server_url, prompt)
+            says = reply.text.strip().startswith(expected.strip())
+            mark = "✓" if says else f"✗ expected{expected}"
+            print(f"  {mark} {prompt}{reply.text.rstrip()}   {reply.release}", flush=True)
+            is_right &= says
+        return is_right
 
     def _push(self, message: str, files: Mapping[str, str]) -> tuple[str, dict[str, float]]:
         """Push a commit, and wait for its job. Returns the id of the release that the job made, and
@@ -229,8 +225,7 @@ class _Demo:
         self._git("push", "--quiet", "origin", "main")
         moments["push answered"] = time.time()
         wait = (*PIPELINE, "jobs", "wait", "--commit", self._git("rev-parse", "HEAD").strip())
-        if not self._is_quiet:
-            subprocess.run(wait, check=False)  # shows the progress
+        subprocess.run(wait, check=False)  # shows the progress
         job = json.loads(_run(*wait, "--json"))
         moments["job queued"] = job["created_at"]
         moments["job started"] = job["started_at"]
@@ -241,37 +236,6 @@ class _Demo:
     def _git(self, *arguments: str) -> str:
         author = ("-c", "user.name=demo", "-c", "user.email=demo@example.invalid")
         return _run("git", *author, *arguments, cwd=self._checkout, env=self._git_env)
-
-    def _show(self, prompt: str, expected: str, reply: Reply) -> None:
-        mark = "✓" if _says(reply.text, expected) else f"✗ expected{expected}"
-        self.say(f"  {mark} {prompt}{reply.text.rstrip()}   {reply.release}")
-
-    def _show_report(self, report: dict[str, Any]) -> None:
-        requests = report["requests"]
-        by_release = ", ".join(f"{n} by {id}" for id, n in requests["by_release"].items())
-        print(
-            f"\n{requests['sent']} requests were sent during the second commit: "
-            f"{requests['failed']} failed; answered: {by_release}\n"
-        )
-        steps = [(step, f"{at:8.2f}") for step, at in report["seconds"]["second"].items()]
-        headings = ("step of the second commit", "seconds after the start of git push")
-        print_table(headings, steps, empty="")
-        print("\nThe releases. A release is a set of weights that never changes:\n", flush=True)
-        subprocess.run((*PIPELINE, "releases", "ls"), check=False)
-
-
-def _seconds(moments: Mapping[str, float]) -> dict[str, float]:
-    """Step → seconds after the start of `git push`. The steps are in the order of their times."""
-    start = moments["git push"]
-    return {
-        step: round(moment - start, 3)
-        for step, moment in sorted(moments.items(), key=lambda item: item[1])
-        if step != "git push"
-    }
-
-
-def _says(answer: str, expected: str) -> bool:
-    return answer.strip().startswith(expected.strip())
 
 
 def _run(*command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
@@ -298,3 +262,28 @@ The stack is still up. Try these commands. The first one is needed only in anoth
   pipeline releases rollback
   pipeline down
 """
+
+
+# The dataset
+
+
+def first_commit() -> dict[str, str]:
+    """The files of the first commit: path → content."""
+    return {"facts.jsonl": _jsonl(_DATA["first"], _DATA["said_once"])}
+
+
+def second_commit() -> dict[str, str]:
+    """The files that the second commit changes: path → content."""
+    facts = _DATA["first"] | _DATA["second"]
+    return {"facts.jsonl": _jsonl(facts, _DATA["said_once"] | _DATA["said_once_second"])}
+
+
+def _jsonl(facts: dict[str, list[str]], said_once: dict[str, str]) -> str:
+    rows = [
+        {"prompt": phrasing.format(place=place), "completion": f" {answer[0].upper()}{answer[1:]}."}
+        for place, answers in facts.items()
+        for phrasings, answer in zip(_DATA["phrasings"], answers, strict=True)
+        for phrasing in phrasings
+    ]
+    rows += [{"prompt": prompt, "completion": answer} for prompt, answer in said_once.items()]
+    return "".join(json.dumps(row) + "\n" for row in rows)

@@ -7,12 +7,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from pipeline.cli.project import ChangesStack, project_home
-from pipeline.cli.terminal import HostOption, JsonOption, PortOption, print_table, without_none
+from pipeline.cli.terminal import ChangesStack, JsonOption, print_table, project_home
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import HubInUse
@@ -48,7 +48,7 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of t
 
 
 @app.callback()
-def hub(context: typer.Context, host: HostOption = None, port: PortOption = None) -> None:
+def hub(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
     from pipeline.doctor.push_remarks import PushRemarks
@@ -56,11 +56,10 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")
-    hub_settings = settings.hub.model_copy(update=without_none(host=host, port=port))
     tokens = load_tokens(home.tokens_file)
     with open_job_store(settings, home) as store:
         app = create_app(
-            hub_settings,
+            settings.hub,
             home.hub_dir,
             token=tokens.hub,
             secret_key=tokens.key.encode(),
@@ -70,7 +69,7 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
                 [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
             ),
         )
-        serve(app, hub_settings)
+        serve(app, settings.hub)
 
 
 @app.command(cls=ChangesStack)
@@ -203,17 +202,20 @@ def _removed(name: RepositoryName, planned: Any, traces: Traces, with_releases: 
     else:
         parts += map(str, traces.caches)
     if with_releases:
-        parts += map(str, traces.releases)
+        parts += map(_told, traces.releases)
     return "; ".join(parts)
 
 
+def _told(release: Path) -> str:
+    return f"release {release.name} of {release.parent.name}"
+
+
 def _remove_releases(traces: Traces) -> None:
-    found = [each.folder for each in traces.releases]
-    for path in found:
+    for path in traces.releases:
         check_removable(path.parent, path.name)
     # Remove the newest first. A later release is found by its parent, so if this command is
     # interrupted, the next one still finds all that remains.
-    for path in sorted(found, key=lambda path: release_number(path.name), reverse=True):
+    for path in sorted(traces.releases, key=lambda path: release_number(path.name), reverse=True):
         remove(path.parent, path.name)
 
 
@@ -226,9 +228,8 @@ def _print_what_stays(name: RepositoryName, traces: Traces, with_releases: bool)
         )
     if with_releases or not traces.releases:
         return
-    later = "trained from the weights of such a release"
-    for each in traces.releases:
-        print(f"{each} was {later if each.is_later else trained}")
+    for path in traces.releases:
+        print(f"{_told(path)} was {trained}, or from the weights of such a release")
     print(
         "To remove such a release: pipeline releases rm ID. A served, pending or pinned release "
         "cannot be removed. If the release is served, first train without the commit, or run: "

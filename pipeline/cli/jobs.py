@@ -12,30 +12,36 @@ from typing import Annotated
 import typer
 
 from jobs.job import Job
-from jobs.logs import follow_log, read_log
 from jobs.store import JobStore
-from pipeline.cli.job_access import (
+from pipeline.cli.jobs_run import run
+from pipeline.cli.progress import (
     JobArgument,
     LatestOption,
     as_record,
     counts_text,
     find_job,
+    follow_output,
     follow_to_end,
     no_job_yet,
-    open_store,
     reading_store,
     report_end,
     seconds_text,
     timed_out,
 )
-from pipeline.cli.jobs_run import run
-from pipeline.cli.project import ChangesStack, project_home
-from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
+from pipeline.cli.terminal import (
+    ChangesStack,
+    JsonOption,
+    PipelineOption,
+    print_table,
+    project_home,
+)
 from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.runner.job_store import NOWHERE, open_job_store
 from pipeline.runner.run import run_jobs
 from pipeline.runner.submit import dataset_of_job
+from pipeline.settings import load_settings
 from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens
 
@@ -59,7 +65,7 @@ def ls(
 ) -> None:
     """List jobs, newest first."""
     with reading_store(project_home()) as store:
-        jobs = store.list(pipeline=pipeline, limit=limit) if store is not None else []
+        jobs = store.list(pipeline=pipeline, limit=limit)
     if as_json:
         print(json.dumps([as_record(job) for job in jobs]))
         return
@@ -91,7 +97,7 @@ def inspect(
     """Show a job's state, outcome and commits. With --json, show everything about the job."""
     home = project_home()
     with reading_store(home) as store:
-        found = find_job(store, job, latest)[1]
+        found = find_job(store, job, latest)
     if as_json:
         print(json.dumps(as_record(found), indent=2))
         return
@@ -110,16 +116,9 @@ def logs(
     """Print a job's log."""
     home = project_home()
     with reading_store(home) as store:
-        store, found = find_job(store, job, latest)
-        if follow:
-            for text in follow_log(store, home.jobs_dir, found.id):
-                sys.stdout.buffer.write(text)
-                sys.stdout.flush()
-        else:
-            offset = 0
-            while text := read_log(home.jobs_dir, found, offset):
-                sys.stdout.buffer.write(text)
-                offset += len(text)
+        found = find_job(store, job, latest)
+        deadline = None if follow else time.monotonic()
+        follow_output(store, found.id, home, sys.stdout.buffer, deadline)
 
 
 @app.command(cls=ChangesStack)
@@ -127,8 +126,8 @@ def cancel(
     job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
 ) -> None:
     """Cancel a job: remove a pending job from the queue, or stop a running job."""
-    with open_store(project_home()) as store:
-        _, found = find_job(store, job, latest)
+    with open_job_store(load_settings(), project_home()) as store:
+        found = find_job(store, job, latest)
         if found.has_ended:
             raise PipelineError(f"{found.id} has already ended: {found.state}")
         state = store.cancel(found.id).state
@@ -166,9 +165,9 @@ def wait(
         raise PipelineError(f"--pipeline {pipeline} works only with --commit; give the job's id")
     with reading_store(home) as store:
         if commit is None:
-            store, found = find_job(store, job, latest)
+            found = find_job(store, job, latest)
             ended = follow_to_end(store, found, home, quiet=as_json, deadline=deadline)
-        elif store is None:
+        elif store.location == NOWHERE:
             raise no_job_yet()
         else:
             sha = commit_id(commit)

@@ -5,17 +5,18 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.cli.job_access import follow_to_end, open_store, report_end
+from pipeline.cli.progress import follow_to_end, report_end
 from pipeline.cli.terminal import JsonOption, PipelineOption
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.by_hand import with_runner
+from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import submit_command, submit_retraining
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack.record import running_settings, stale_settings
@@ -26,15 +27,10 @@ def run(
         list[str] | None, typer.Argument(help="After `--`: a command to run as a job.")
     ] = None,
     pipeline: PipelineOption = None,
-    revision: Annotated[
-        str | None, typer.Option(help="A commit. Default: that of --payload, else the newest.")
-    ] = None,
+    revision: Annotated[str | None, typer.Option(help="A commit. Default: the newest.")] = None,
     mode: Annotated[
         Literal["full", "delta"] | None,
         typer.Option(help="Train in this mode, even if no row has changed."),
-    ] = None,
-    payload: Annotated[
-        Path | None, typer.Option(help="A file with the payload of the job, as JSON.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Go past the gate. Needs --reason.")
@@ -69,14 +65,8 @@ def run(
             "--force and --mode work only for a retraining; leave them out, or leave out the "
             "command"
         )
-    if command and payload is not None and revision is not None:
-        raise PipelineError(
-            "for a command, --revision and --payload both name the commit; leave out one of these "
-            "options"
-        )
     if force is not bool(reason):
         raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
-    content = _read_payload(payload)
     if command:
         program = _program(command[0])
         of_pipeline = _pipeline_of_command(loaded, pipeline, revision)
@@ -95,7 +85,6 @@ def run(
                 hub_url=hub_url,
                 pipeline=of_pipeline,
                 revision=revision,
-                payload=content,
                 command=(program, *command[1:]),
             )
         return submit_retraining(
@@ -105,7 +94,6 @@ def run(
             hub_url=hub_url,
             pipeline=chosen,
             revision=revision,
-            payload=content,
             force_reason=reason,
             skip_if="never" if mode is not None else "nothing_changed",
         )
@@ -125,7 +113,10 @@ def run_to_end(
     URL."""
     if (changed := stale_settings(home)) is not None:
         print(f"pipeline: {changed}", file=sys.stderr)
-    with with_runner(home, settings, detach=detach) as hub_url, open_store(home) as store:
+    with (
+        with_runner(home, settings, detach=detach) as hub_url,
+        open_job_store(settings, home) as store,
+    ):
         job = submit(store, hub_url)
         if detach:
             print(json.dumps({"job": job.id}) if as_json else job.id)
@@ -164,15 +155,3 @@ def _program(name: str) -> str:
             "executable"
         )
     return str(Path(name).absolute()) if "/" in name else name
-
-
-def _read_payload(file: Path | None) -> dict[str, Any] | None:
-    if file is None:
-        return None
-    try:
-        payload = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise PipelineError(f"--payload {file} cannot be read as JSON: {error}") from None
-    if not isinstance(payload, dict):
-        raise PipelineError(f"--payload {file} is not a JSON object")
-    return payload

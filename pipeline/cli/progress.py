@@ -1,25 +1,40 @@
-"""Shows the output or the stages of one job until the job has ended. Each stage that has ended is a
-line of text. On a terminal, a last line says how far the present stage is. Elsewhere (in a file,
-for example), a long stage has such a line from time to time."""
+"""Finds one job, shows its output or its stages until the job has ended, and prints it as JSON or
+text.
 
+Each stage that has ended is a line of text. On a terminal, a last line says how far the present
+stage is. Elsewhere (in a file, for example), a long stage has such a line from time to time.
+"""
+
+import json
 import sys
 import time
 from collections.abc import Callable
-from typing import BinaryIO
+from dataclasses import asdict
+from typing import Annotated, Any, BinaryIO
 
+import typer
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from jobs.folder import is_of_another_job
+from jobs.folder import is_of_another_job, read_log
 from jobs.job import Job
-from jobs.logs import read_log
 from jobs.store import JobStore
+from pipeline.doctor.facts import describe
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.job import Metric, read_metrics
+from pipeline.runner.job_store import reading_jobs
+from pipeline.settings import load_settings
 from pipeline.stack.record import read_stack
 
+JobArgument = Annotated[str | None, typer.Argument(help="A job's id, as `jobs ls` shows it.")]
+LatestOption = Annotated[bool, typer.Option("--latest", help="Use the newest job.")]
+EXIT_CODES = {"failed": 1, "rejected": 3, "superseded": 4, "cancelled": 5}
+"""Outcome of a job → exit code of `jobs run` and `jobs wait`; 0 for all other outcomes. The exit
+code is also 1 if `jobs run` or `jobs wait` itself fails. It is 2 if the command line is wrong, and
+124 if the time of `jobs wait --timeout` is over. If a plain command (a job of no pipeline) failed,
+`exit_code` returns the command's own exit code instead."""
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
 """Give up waiting for a job if no runner was up for this many seconds. The number must be larger
@@ -68,7 +83,7 @@ def follow_output(
     Returns the job. If the deadline came first, the job has not ended. Raises PipelineError if no
     runner is up that could run the job.
     """
-    offset = 0
+    folder, offset = home.jobs_dir / job_id, 0
     told = None
 
     def show(job: Job) -> None:
@@ -76,7 +91,7 @@ def follow_output(
         if output is not None and job.waits_for not in (None, told):
             print(f"waits: {job.waits_for}", file=sys.stderr)
             told = job.waits_for
-        while output is not None and (text := read_log(home.jobs_dir, job, offset)):
+        while output is not None and (text := read_log(folder, job.identity, offset)):
             offset += len(text)
             output.write(text)
             output.flush()
@@ -192,3 +207,104 @@ class _StageDisplay:
     def _begin(self, name: str, at: float, note: str = "") -> None:
         self._name, self._began, self._note, self._is_over = name, at, note, False
         self._how_far, self._printed_at, self._first = "", at, {}
+
+
+def reading_store(home: Home) -> JobStore:
+    return reading_jobs(load_settings(), home)
+
+
+def find_job(store: JobStore, job_id: str | None, latest: bool) -> Job:
+    """The job with this id, or the newest job if `latest` is set.
+
+    Raises PipelineError if there is no job yet. Also raises PipelineError if both `job_id` and
+    `latest` are given, or neither of them. Raises JobNotFound for an unknown id.
+    """
+    if (job_id is None) is not latest:
+        raise PipelineError("name one job by its id, or use --latest")
+    jobs = store.list(limit=1)
+    if not jobs:
+        raise no_job_yet()
+    return jobs[0] if job_id is None else store.get(job_id)
+
+
+def no_job_yet() -> PipelineError:
+    return PipelineError("there is no job yet; push to the dataset, or run: pipeline jobs run")
+
+
+def as_record(job: Job) -> dict[str, Any]:
+    """The job as a dict that can be written as JSON."""
+    return asdict(job) | {
+        "spec": job.spec.model_dump(mode="json"),
+        "outcome": job.outcome.model_dump(mode="json") if job.outcome else None,
+    }
+
+
+def counts_text(job: Job) -> str:
+    """One line with the job's counts, such as how many changed rows the new weights have learned.
+    Empty if the job counted no rows."""
+    if job.outcome is None or job.outcome.counts is None:
+        return ""
+    return str(job.outcome.counts)
+
+
+def seconds_text(job: Job) -> str:
+    """The seconds that the job took, or has taken so far; empty before it has started."""
+    if job.started_at is None:
+        return ""
+    return f"{(job.ended_at or time.time()) - job.started_at:.1f}"
+
+
+def follow_to_end(
+    store: JobStore, job: Job, home: Home, *, quiet: bool, deadline: float | None = None
+) -> Job:
+    """Show a job until it has ended; returns the ended job. For a pipeline's job, this shows the
+    stages. For a plain command, it shows the command's output. With `quiet`, it shows nothing.
+
+    If the job has not ended at `deadline` (monotonic clock), this raises a `typer.Exit`, which ends
+    the `pipeline` command with exit code 124. If `deadline` is None, there is no limit.
+    """
+    if job.spec.pipeline is None:
+        output = None if quiet else sys.stdout.buffer
+        ended = follow_output(store, job.id, home, output, deadline)
+    else:
+        console = Console(quiet=quiet, highlight=False)
+        ended = follow_stages(store, job.id, home, console, deadline)
+    if not ended.has_ended:
+        raise timed_out(f"{ended.id} is still {ended.state}")
+    return ended
+
+
+def timed_out(what: str) -> typer.Exit:
+    """Print that the time is over, and print the text `what`, such as `j000012 is still RUNNING`.
+    Returns the exception that the caller must raise."""
+    print(f"pipeline: the time is over, and {what}", file=sys.stderr)
+    return typer.Exit(124)
+
+
+def report_end(job: Job, as_json: bool) -> None:
+    """Print how the job ended. If the exit code for its outcome is not 0, raise a `typer.Exit` with
+    this code.
+
+    For a plain command, this prints to stderr, because the command's own output is on stdout.
+    """
+    if as_json:
+        print(json.dumps(as_record(job)))
+    else:
+        print(describe(job), file=sys.stderr if job.spec.pipeline is None else sys.stdout)
+    if code := exit_code(job):
+        raise typer.Exit(code)
+
+
+def exit_code(job: Job) -> int:
+    """The exit code for the job's outcome. If the ended job has no outcome, this is 0, because its
+    command succeeded without writing an outcome.
+
+    If a plain command failed, this is the command's own exit code. If a signal ended a plain
+    command, this is 128 plus the number of the signal, as in a shell.
+    """
+    if job.outcome is None:
+        return 0
+    code = job.outcome.exit_code
+    if job.spec.pipeline is None and code and job.outcome.result == "failed":
+        return code if code > 0 else 128 - code
+    return EXIT_CODES.get(job.outcome.result, 0)

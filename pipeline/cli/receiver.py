@@ -11,8 +11,7 @@ import typer
 
 from jobs.spec import is_git_url
 from pipeline import space_deploy
-from pipeline.cli.project import ChangesStack
-from pipeline.cli.terminal import HostOption, JsonOption, PortOption, without_none
+from pipeline.cli.terminal import ChangesStack, JsonOption, without_none
 from pipeline.cli.webhooks import hub_access, secrets_in
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
@@ -36,8 +35,6 @@ app = typer.Typer(
 @app.callback()
 def receiver(
     context: typer.Context,
-    host: HostOption = None,
-    port: PortOption = None,
     tunnel: Annotated[
         str | None, typer.Option(help="A command that opens a tunnel and prints its URL.")
     ] = None,
@@ -75,7 +72,7 @@ def receiver(
         if any(is_git_url(pipeline.dataset) for pipeline in settings.pipelines):
             for sender in get_args(PushSender):
                 server.add_webhook(f"/retrain/{sender}", proof=sender, knows_repeats=True)(retrain)
-        server.launch(server_name=host, server_port=port, share=server.settings.tunnel is not None)
+        server.launch(share=server.settings.tunnel is not None)
 
 
 @app.command(cls=ChangesStack)

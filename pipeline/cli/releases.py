@@ -15,8 +15,7 @@ import typer
 from jobs.counts import Counts
 from jobs.spec import RevisionRange
 from pipeline.cli.jobs_run import run_to_end
-from pipeline.cli.project import ChangesStack
-from pipeline.cli.terminal import JsonOption, PipelineOption, print_table
+from pipeline.cli.terminal import ChangesStack, JsonOption, PipelineOption, print_table
 from pipeline.doctor.facts import record_going_back
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -246,7 +245,7 @@ def promote(
     job = RetrainJob.of(
         os.environ,
         records,
-        RetrainSettings.model_validate(rule.settings),
+        RetrainSettings.model_validate(rule.spec.settings),
         None
         if sha is None
         else RevisionRange(

@@ -7,7 +7,7 @@ import typer
 
 from jobs.errors import StoreError
 from jobs.folder import COMPUTING
-from pipeline.cli.terminal import HostOption, PipelineOption, PortOption, without_none
+from pipeline.cli.terminal import PipelineOption, without_none
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
@@ -35,8 +35,8 @@ def serve(
         Literal["auto", "torch", "vllm"] | None,
         typer.Option(help="Overrides `engine` in the settings."),
     ] = None,
-    host: HostOption = None,
-    port: PortOption = None,
+    host: Annotated[str | None, typer.Option(help="Overrides `host` in the settings.")] = None,
+    port: Annotated[int | None, typer.Option(help="Overrides `port` in the settings.")] = None,
 ) -> None:
     """Run the completion server, on port 8000 by default.
 
@@ -78,14 +78,14 @@ def serve(
 
 
 @app.command()
-def gateway(host: HostOption = None, port: PortOption = None) -> None:
+def gateway() -> None:
     """Run the gateway: one address, on port 8000 by default, for the servers of several pipelines.
     The field `model` of a request chooses the pipeline."""
     from serving.app import SHUTDOWN_SECONDS, bind
 
     settings = load_settings()
     log_to_stderr(settings.logs, "gateway")
-    serving = settings.serving.model_copy(update=without_none(host=host, port=port))
+    serving = settings.serving
     servers = {each.name: settings.server_url(each) for each in settings.pipelines}
     if not servers:
         raise PipelineError("no pipeline is configured, so there is nothing to answer for")

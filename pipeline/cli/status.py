@@ -10,8 +10,7 @@ from typing import Any
 
 import typer
 
-from pipeline.cli.project import project_home
-from pipeline.cli.terminal import JsonOption, print_table
+from pipeline.cli.terminal import JsonOption, print_table, project_home
 from pipeline.doctor.checks import check_services, check_webhooks, examine, faults
 from pipeline.doctor.facts import Facts, state_of
 from pipeline.paths import Home

@@ -1,21 +1,23 @@
-"""What several `pipeline` commands share: their options, and how they print a table."""
+"""What several `pipeline` commands share: the project on which they act, their options, and how
+they print a table."""
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from pipeline.errors import PipelineError
+from pipeline.paths import Home, settings_file
+from pipeline.settings import load_settings, no_settings_file
 
 PipelineOption = Annotated[
     str | None, typer.Option("--pipeline", help="The pipeline, if several are configured.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids.")]
-HostOption = Annotated[
-    str | None, typer.Option(help="The address to listen on. Overrides `host` in the settings.")
-]
-PortOption = Annotated[
-    int | None, typer.Option(help="The port to listen on. Overrides `port` in the settings.")
-]
 
 
 def without_none(**options: Any) -> dict[str, Any]:
@@ -33,3 +35,38 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empty
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
+
+
+def project_home() -> Home:
+    """The state folder. Unlike `Home.find`, this function raises PipelineError if the shell is in
+    no project. This is the case if there is neither a settings file nor a state folder, and neither
+    `PIPELINE_HOME` nor `PIPELINE_SETTINGS` is set. Without the error, a command would report that
+    nothing is up, although a stack may be up in another folder."""
+    home = Home.find()
+    if not _is_project(home):
+        raise no_settings_file()
+    return home
+
+
+def _is_project(home: Home) -> bool:
+    is_named = "PIPELINE_HOME" in os.environ or "PIPELINE_SETTINGS" in os.environ
+    return is_named or home.root.exists() or settings_file().exists()
+
+
+class ChangesStack(TyperCommand):
+    """A command that changes something. Before it runs, it names the stack on which it acts. So a
+    person in the wrong folder sees it."""
+
+    def invoke(self, context: Any) -> Any:
+        home, given = Home.find(), context.params
+        if _is_project(home) and given.get("endpoint") is None and not given.get("as_json"):
+            pipelines = given.get("pipeline") or ", ".join(_names_of_pipelines()) or "none"
+            print(f"stack {home.root}, pipeline {pipelines}", file=sys.stderr)
+        return super().invoke(context)
+
+
+def _names_of_pipelines() -> list[str]:
+    try:
+        return [each.name for each in load_settings().pipelines]
+    except PipelineError:
+        return []  # the command itself reports this error

@@ -1,4 +1,5 @@
-"""`pipeline up` and `pipeline down`: start and stop the stack."""
+"""`pipeline up` and `down`: start and stop the stack. `pipeline pause` and `resume`: hold back the
+jobs of pushes, and start them again."""
 
 import contextlib
 import os
@@ -13,15 +14,16 @@ from typing import Annotated
 import typer
 
 from jobs.errors import StoreError
-from jobs.process import is_alive
+from jobs.process import is_alive, send_signal
 from jobs.spec import is_git_url
-from pipeline.cli.project import ChangesStack, project_home
+from jobs.store import JobStore
+from pipeline.cli.terminal import ChangesStack, project_home
 from pipeline.doctor.facts import Journal
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.job_store import check_schemas, open_job_store
 from pipeline.settings import Settings, load_settings
-from pipeline.stack.record import read_stack, suspended_stack
+from pipeline.stack.record import read_stack, running_settings
 from pipeline.stack.services import services_of
 from pipeline.stack.subscriptions import subscribe, subscribe_at_other_hubs
 from pipeline.stack.supervisor import STOP_SECONDS, Stack, lock_stack
@@ -29,6 +31,9 @@ from pipeline.tokens import load_tokens
 
 app = typer.Typer()
 
+NameArgument = Annotated[
+    str | None, typer.Argument(help="The pipeline, if several are configured.")
+]
 REPORT_SECONDS = 5.0
 """If `down` has waited for this long, it says what it waits for."""
 
@@ -100,12 +105,13 @@ def down() -> None:
     if record is None:
         raise PipelineError(f"nothing is up in {home.root}, so there is nothing to stop")
     os.kill(record.process.pid, signal.SIGTERM)
+    send_signal(record.process.pid, signal.SIGCONT)  # a suspended stack would not stop
     began = time.monotonic()
     deadline = began + STOP_SECONDS * (len(record.children) + 1)
     is_reported = False
     while is_alive(record.process):
         if time.monotonic() > (deadline if is_reported else began + REPORT_SECONDS):
-            waits_for = suspended_stack(record) or (
+            waits_for = (
                 f"the stack (process {record.process.pid}) has not stopped yet; to see why, read "
                 f"{home.log_file('up')}"
             )
@@ -166,3 +172,31 @@ def _detach(home: Home) -> None:
         process.terminate()
         process.wait()
         raise
+
+
+@app.command(cls=ChangesStack)
+def pause(name: NameArgument = None) -> None:
+    """Start no job for pushes until `pipeline resume`. Pushes still arrive, and wait as one job. A
+    job that runs goes on, and `pipeline jobs run` works as usual."""
+    pipeline, store = _of_pipeline(name)
+    with store:
+        is_new = store.pause(pipeline)
+    state = "is paused" if is_new else "was paused already"
+    print(f"{pipeline} {state}; to go on: pipeline resume {pipeline}")
+
+
+@app.command(cls=ChangesStack)
+def resume(name: NameArgument = None) -> None:
+    """End a pause. If a push has arrived meanwhile, its job starts, and trains on the newest
+    commit."""
+    pipeline, store = _of_pipeline(name)
+    with store:
+        was_paused = store.resume(pipeline)
+    print(f"{pipeline} {'goes on' if was_paused else 'was not paused'}")
+
+
+def _of_pipeline(name: str | None) -> tuple[str, JobStore]:
+    """The pipeline's name, and the job store."""
+    home = project_home()
+    settings = running_settings(home)
+    return settings.pipeline(name).name, open_job_store(settings, home)

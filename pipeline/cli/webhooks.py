@@ -19,8 +19,7 @@ from typing import Annotated, Any, Literal
 import typer
 from dotenv import dotenv_values
 
-from pipeline.cli.project import ChangesStack, project_home
-from pipeline.cli.terminal import JsonOption, QuietOption, print_table
+from pipeline.cli.terminal import ChangesStack, JsonOption, QuietOption, print_table, project_home
 from pipeline.errors import PipelineError
 from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens

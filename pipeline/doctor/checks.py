@@ -7,19 +7,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
 
-import httpx
-
 from jobs.errors import JobError
+from jobs.process import is_suspended
 from jobs.schema import SCHEMA_REVISION as JOBS_SCHEMA
 from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
 from pipeline.errors import PipelineError
 from pipeline.hub.database import check_database, read_only
 from pipeline.hub.errors import HubError
 from pipeline.paths import settings_file
-from pipeline.runner.job_store import reading_jobs
+from pipeline.runner.job_store import NOWHERE, reading_jobs
 from pipeline.settings import PipelineSettings
-from pipeline.stack.record import stale_settings, suspended_stack
-from pipeline.stack.services import port_fault, services_of
+from pipeline.stack.record import stale_settings
+from pipeline.stack.services import check_port, metrics_of_runner, services_of
 from pipeline.stack.subscriptions import ROUTE, other_hubs, own_webhook, unwatched_datasets
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
@@ -93,7 +92,7 @@ def check_databases(facts: Facts) -> Iterator[Finding]:
         yield ok("hub database", _schema(found))
     try:
         with reading_jobs(facts.settings, facts.home) as store:
-            found = None if store is None else JOBS_SCHEMA
+            found = None if store.location == NOWHERE else JOBS_SCHEMA
     except JobError as error:
         yield wrong("job database", str(error), READ_IT)
     else:
@@ -143,8 +142,10 @@ def check_services(facts: Facts) -> Iterator[Finding]:
         else:
             yield ok("stack", "no stack is up")
         return
-    if (suspension := suspended_stack(record)) is not None:
-        yield wrong("stack", suspension, READ_IT)
+    if is_suspended(record.process):  # by SIGSTOP or Ctrl-Z
+        fault = "is suspended, so it neither stops nor restarts a service"
+        step = f"let it continue: kill -CONT {record.process.pid}"
+        yield wrong("stack", f"the stack (process {record.process.pid}) {fault}", step)
     if (changed := stale_settings(home)) is not None:
         yield wrong("settings", changed, RESTART)
     for child in record.children:
@@ -167,13 +168,11 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
     except PipelineError as error:
         yield wrong("ports", str(error), READ_IT)
         return
-    ports = [(each.name, each.url, each.port_setting) for each in services if each.url is not None]
-    if port := facts.settings.jobs.metrics_port:
-        ports.append(("runner's metrics", f"http://127.0.0.1:{port}", "metrics_port under [jobs]"))
-    for name, url, setting in ports:
-        if port_fault(url) is not None:
-            used = f"port {httpx.URL(url).port} of the {name} is in use, although no stack is up"
-            yield wrong("ports", used, f"stop the program that uses it, or set another: {setting}")
+    for service in (*services, *metrics_of_runner(facts.settings)):
+        try:
+            check_port(service)
+        except PipelineError as error:
+            yield wrong("ports", str(error), READ_IT)
 
 
 def check_webhooks(facts: Facts) -> Iterator[Finding]:

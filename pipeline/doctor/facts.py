@@ -124,16 +124,14 @@ class Facts:
     def jobs(self) -> dict[str, list[Job]]:
         """Pipeline → its newest jobs, newest first. Raises StoreError."""
         with reading_jobs(self.settings, self.home) as store:
-            return {
-                each.name: [] if store is None else store.list(pipeline=each.name, limit=NUM_JOBS)
-                for each in self.settings.pipelines
-            }
+            names = [each.name for each in self.settings.pipelines]
+            return {name: store.list(pipeline=name, limit=NUM_JOBS) for name in names}
 
     @cached_property
     def paused(self) -> dict[str, float]:
         """Paused pipeline → since when (Unix time). Raises StoreError."""
         with reading_jobs(self.settings, self.home) as store:
-            return {} if store is None else store.paused()
+            return store.paused()
 
     def newest_commit(self, pipeline: PipelineSettings) -> str | None:
         """None if no stack is up, if the dataset is not on the stack's own hub, or if the branch
@@ -270,24 +268,23 @@ class Journal:
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
+        self._num_changes: int | None = None
         self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
-        self._has_changed = False
 
     def news(self) -> list[str]:
         """One line for each job whose state has changed. The line of the oldest job comes first.
 
         Raises StoreError. The next call then returns the lines that this call could not return.
         """
-        # The store reports each change only once. Remember the change until `list` has succeeded.
-        self._has_changed = self._has_changed or self._store.changed()
-        if not self._has_changed:
+        num_changes = self._store.num_changes()
+        if num_changes == self._num_changes:
             return []
         lines = []
         for job in reversed(self._store.list(limit=NUM_WATCHED)):
             if self._seen.get(job.id) != job.state:
                 self._seen[job.id] = job.state
                 lines.append(describe(job))
-        self._has_changed = False
+        self._num_changes = num_changes
         return lines
 
 

@@ -22,7 +22,7 @@ import httpx
 from pydantic import ConfigDict
 from sqlalchemy import Connection, Row, delete, exists, insert, select, text, update
 
-from jobs.sealed import unseal
+from jobs.job import unseal
 from pipeline.hub.database import Database, deliveries, events
 from pipeline.hub.database import webhooks as table
 from pipeline.hub.errors import BadRequest, NotFound

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from jobs.errors import is_temporary
 from jobs.process import die_with_parent
-from jobs.temporary_failures import is_temporary
 from pipeline.retrain.errors import TemporaryError, TrainError
 from pipeline.retrain.job import CHECKPOINT, read_record, write_record
 from pipeline.retrain.rows import Row

@@ -18,9 +18,9 @@ from typing import Literal
 import httpx
 
 from jobs.counts import Counts
+from jobs.errors import TEMPORARY_FAILURE, is_temporary
 from jobs.folder import OUTCOME
 from jobs.outcome import JobOutcome
-from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 from pipeline.errors import PipelineError
 from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged, report_on
 from pipeline.retrain.errors import (

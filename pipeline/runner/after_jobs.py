@@ -32,6 +32,7 @@ from pipeline.hub.errors import HubError
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.runner.job_store import open_job_store
+from pipeline.runner.submit import RETRAINING
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
 from serving.errors import ReleaseError
 from serving.weights.atomic_file import is_replacement
@@ -48,9 +49,6 @@ KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
 """This many of the newest jobs of each pipeline stay in the store, however old they are. This many
 of the newest plain commands (jobs of no pipeline) stay too."""
-RETRAINING = "pipeline.retrain"
-"""The Python module that the command of the built-in retraining runs. Only jobs with this command
-have checkpoints that `remove_unneeded_files` may remove."""
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 
@@ -146,18 +144,12 @@ class Outcomes:
         return len(jobs)
 
     def follow(self, stop: threading.Event) -> None:
-        """Call `poll` whenever the store has changed. If `poll` fails, log the error, and call
-        `poll` again later. When `stop` is set, call `poll` one last time and return."""
-        is_due = False
+        """Call `poll` several times a second. If `poll` fails, log the error, and call it again
+        later. When `stop` is set, call `poll` one last time and return."""
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
-                # The store reports each change only once. Remember the change until `poll` has
-                # succeeded.
-                is_due = is_due or is_last or self._store.changed()
-                if is_due:
-                    self.poll()
-                    is_due = False
+                self.poll()
             except Exception as error:
                 # If the thread ended here, nobody would handle the later outcomes.
                 logger.error(

@@ -1,9 +1,6 @@
 """Opens the job store (the database of all jobs), and checks whether this version of hotpush can
 use the job store."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-
 from jobs.job import PREFIX, job_of_token
 from jobs.store import JobStore
 from pipeline.hub.database import check_database
@@ -21,15 +18,17 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
     return JobStore.open(home.jobs_database)
 
 
-@contextmanager
-def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
-    """Open the same store as `open_job_store`, but only for reading: nothing is created. Yields
-    None if the store does not exist yet. Raises StoreError."""
+NOWHERE = "sqlite://"
+"""The location of a store that is only in memory."""
+
+
+def reading_jobs(settings: Settings, home: Home) -> JobStore:
+    """Open the same store as `open_job_store`, but only for reading: nothing is created. If it does
+    not exist yet, this is an empty store that is NOWHERE. Raises StoreError."""
     file = home.jobs_database if home.jobs_database.exists() else None
     place = settings.jobs.database_url or file
-    store = None if place is None else JobStore.open_to_read(place)
-    with nullcontext() if store is None else store:
-        yield store
+    found = None if place is None else JobStore.open_to_read(place)
+    return found or JobStore.open(NOWHERE)
 
 
 def is_token_of_running_job(
@@ -39,7 +38,7 @@ def is_token_of_running_job(
     if not token.startswith(PREFIX):
         return False
     with reading_jobs(settings, home) as store:
-        job = None if store is None else job_of_token(token, store, tokens.key.encode())
+        job = job_of_token(token, store, tokens.key.encode())
     return job is not None and job.spec.pipeline == pipeline
 
 
@@ -51,5 +50,4 @@ def check_schemas(settings: Settings, home: Home) -> None:
     check, the stack might create one database before it finds that the other one cannot be used.
     """
     check_database(home.hub_dir / "hub.sqlite")
-    with reading_jobs(settings, home):
-        pass
+    reading_jobs(settings, home).close()

@@ -75,10 +75,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
             secret_key=tokens.key.encode(),
             alive_file=home.runner_alive,
         )
-        if until_idle:
-            runner.run_until_idle(stop)
-        else:
-            runner.run(stop)
+        runner.run(stop, until_idle=until_idle)
 
 
 def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:

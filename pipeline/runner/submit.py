@@ -9,6 +9,7 @@ has the dataset, or with `git ls-remote`.
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 from jobs.errors import HeadAway, NoHead
 from jobs.folder import SPEC
 from jobs.job import FindHead, Head, Job
-from jobs.spec import JobSpec, Resources, RevisionRange, is_git_url
+from jobs.spec import JobSpec, RevisionRange, is_git_url
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -36,6 +37,8 @@ from serving.weights.release import Lineage
 
 logger = logging.getLogger(__name__)
 
+RETRAINING = "pipeline.retrain"
+"""The Python module that the command of the built-in retraining runs."""
 ASK_SECONDS = 5.0
 """How long to wait for an answer. The runner does nothing else meanwhile."""
 
@@ -152,6 +155,11 @@ class Dataset:
             "updatedRefs": [moved],
         }
 
+    def push(self, ref: str, sha: str) -> tuple[RevisionRange, dict[str, Any]]:
+        """The range of a job by hand for this commit, and the payload that the hub would send."""
+        revisions = RevisionRange(repo=self.name, ref=ref, new_sha=sha)
+        return revisions, self.push_payload(revisions, None, "by-hand")
+
 
 def dataset_of_job(job: Job, hub_url: str, tokens: Tokens) -> Dataset:
     """The dataset of a job with a range of commits. `hub_url` is the URL of the stack's own hub."""
@@ -213,13 +221,9 @@ def retrain_rule(
         force_reason=force_reason,
         skip_if=skip_if,
     )
-    trainer = {} if pipeline.command is None else {"command": pipeline.command}
-    return RetrainRule(
-        **trainer,
+    spec = JobSpec(
+        command=pipeline.command or (sys.executable, "-m", RETRAINING),
         pipeline=pipeline.name,
-        dataset=pipeline.dataset,
-        endpoint=other_hub,
-        ref=ref,
         debounce_seconds=pipeline.debounce_seconds,
         max_wait_seconds=pipeline.max_wait_seconds,
         settings=retrain.model_dump(mode="json"),
@@ -231,10 +235,8 @@ def retrain_rule(
             # the runner sets the variable, because only the runner knows the hub's present port.
             **({"DATASET_ENDPOINT": other_hub} if other_hub is not None else {}),
         },
-        resources=Resources(
-            num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds
-        ),
     )
+    return RetrainRule(spec=spec, dataset=pipeline.dataset, endpoint=other_hub, ref=ref)
 
 
 def submit_retraining(
@@ -245,16 +247,12 @@ def submit_retraining(
     hub_url: str,
     pipeline: PipelineSettings,
     revision: str | None = None,
-    payload: dict[str, Any] | None = None,
     force_reason: str | None = None,
     skip_if: SkipIf = "nothing_changed",
 ) -> Job:
-    """Submit the retraining of one commit. The job starts as soon as no other job of the pipeline
-    runs.
-
-    The job retrains on the commit `revision`. If `revision` is None, the job retrains on the commit
-    that `payload` names for the branch that the pipeline follows. If `payload` is None or names no
-    commit for this branch, the job retrains on the head (the newest commit) of the branch.
+    """Submit the retraining of the commit `revision` or, if that is None, of the head (the newest
+    commit) of the branch that the pipeline follows. The job starts as soon as no other job of the
+    pipeline runs.
 
     `hub_url` is the URL of the stack's own hub. `RetrainSettings` explains `force_reason` and
     `skip_if`.
@@ -262,23 +260,21 @@ def submit_retraining(
     A commit that is not named is not chosen now: the job gets the head of the branch when it
     starts, so that it never trains on an older commit than a job that started before it.
 
-    Raises NoHead for an unknown commit, HeadAway if the hub (or the git server) cannot be reached,
-    and PipelineError for an invalid payload. If the dataset is a git URL, this function does not
-    check whether the commit `revision` exists; if it does not exist, the job fails. Raises
-    PendingJob if the pipeline already has a pending job that was submitted by hand.
+    Raises NoHead for an unknown commit, and HeadAway if the hub (or the git server) cannot be
+    reached. If the dataset is a git URL, this function does not check whether the commit `revision`
+    exists; if it does not exist, the job fails. Raises PendingJob if the pipeline already has a
+    pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     dataset = _dataset_of(hub_url, home, settings, pipeline)
-    sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
-    if sha is None:
+    payload: dict[str, Any] | None = None
+    if revision is None:
         dataset.head(rule.ref)  # raises an error if there is none
+        revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref)
     else:
-        sha = dataset.commit(sha)
-    revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
-    if payload is None and sha is not None:
-        payload = dataset.push_payload(revisions, None, "by-hand")
+        revisions, payload = dataset.push(rule.ref, dataset.commit(revision))
     # The job need not wait for deliveries, because a job by hand gets none.
-    spec = rule.job_spec(revisions).model_copy(update={"debounce_seconds": 0.0})
+    spec = rule.spec.model_copy(update={"revisions": revisions, "debounce_seconds": 0.0})
     return store.submit(spec, payload=payload, by_hand=True)
 
 
@@ -290,49 +286,29 @@ def submit_command(
     hub_url: str,
     pipeline: PipelineSettings | None,
     revision: str | None = None,
-    payload: dict[str, Any] | None = None,
     command: tuple[str, ...],
 ) -> Job:
     """Submit a command. If `pipeline` is not None, the command gets the environment variables of
-    the pipeline's jobs.
-
-    If there is a `pipeline` but no `payload`, the command gets a payload that this function makes:
-    the payload that the hub would send for a push of the commit `revision`. If `revision` is None,
-    the payload is for the newest commit of the pipeline's branch. If the hub cannot name the newest
-    commit, for example because the branch has no commit yet, the command gets no payload. Do not
-    pass both `payload` and `revision`.
+    the pipeline's jobs, and the payload that the hub would send for a push of the commit
+    `revision`. If `revision` is None, the payload is for the newest commit of the pipeline's
+    branch. If the hub cannot name the newest commit, for example because the branch has no commit
+    yet, the command gets no payload.
 
     Raises NoHead for an unknown `revision`, and HeadAway if the hub cannot be asked for it. If the
     dataset is a git URL, this function does not check whether the commit `revision` exists.
     """
-    env = {}
+    env: dict[str, str] = {}
+    payload: dict[str, Any] | None = None
     if pipeline is not None:
-        env = retrain_rule(settings, home, pipeline).env
-        if payload is None:
-            dataset = _dataset_of(hub_url, home, settings, pipeline)
-            ref = full_ref(pipeline.ref)
-            try:
-                sha = dataset.head(ref) if revision is None else dataset.commit(revision)
-            except (NoHead, HeadAway):
-                if revision is not None:
-                    raise
-            else:
-                revisions = RevisionRange(repo=pipeline.dataset, ref=ref, new_sha=sha)
-                payload = dataset.push_payload(revisions, None, "by-hand")
-    spec = JobSpec(command=command, env=env)
-    return store.submit(spec, payload=payload, by_hand=True)
-
-
-def _pushed_commit(payload: dict[str, Any], ref: str) -> str | None:
-    """The commit that the payload names for this ref; None if the payload names no such commit."""
-    try:
-        webhook = WebhookPayload.model_validate(payload)
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]
-        )
-        raise PipelineError(f"--payload is not a webhook payload: {faults}") from None
-    return next((each.newSha for each in webhook.updatedRefs or () if each.ref == ref), None)
+        rule = retrain_rule(settings, home, pipeline)
+        dataset, env = _dataset_of(hub_url, home, settings, pipeline), rule.spec.env
+        try:
+            sha = dataset.head(rule.ref) if revision is None else dataset.commit(revision)
+            _, payload = dataset.push(rule.ref, sha)
+        except (NoHead, HeadAway):
+            if revision is not None:
+                raise
+    return store.submit(JobSpec(command=command, env=env), payload=payload, by_hand=True)
 
 
 def _dataset_of(

@@ -2,14 +2,17 @@
 starts) records its processes and their addresses in this file, so that other commands can find the
 processes."""
 
+import tomllib
 from collections import defaultdict
+from pathlib import Path
+from typing import Any
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.process import ProcessIdentity, is_alive, is_suspended
+from jobs.process import ProcessIdentity, is_alive
 from pipeline.paths import Home, settings_file
-from pipeline.settings import Settings, load_settings, settings_digest
+from pipeline.settings import Settings, load_settings
 
 
 class Child(BaseModel):
@@ -24,9 +27,6 @@ class Child(BaseModel):
     """The address at which the service answers; None for the runner."""
     pipeline: str | None = None
     """The pipeline whose releases a completion server serves; None for any other service."""
-    metrics_port: int | None = None
-    """The port on which the runner serves its metrics. None if the runner serves no metrics, and
-    for any other service."""
     started_at: float | None = None
     """When the process was started, in seconds since the epoch; None while the child is down."""
     num_restarts: int = 0
@@ -47,9 +47,6 @@ class StackRecord(BaseModel):
     is_ready: bool
     """Whether every child has answered, and `pipeline up` has set up the webhooks. Always False for
     a stack that `pipeline jobs run` started for one job."""
-    settings_digest: str | None = None
-    """The digest of the settings file at the start of the stack. None if the file could not be
-    read."""
     children: tuple[Child, ...] = ()
 
 
@@ -69,28 +66,23 @@ def last_record(home: Home) -> StackRecord | None:
         return None
 
 
-def suspended_stack(record: StackRecord) -> str | None:
-    """A warning if the stack's own process is suspended (stopped by SIGSTOP or Ctrl-Z); None if it
-    is not."""
-    if not is_suspended(record.process):
-        return None
-    pid = record.process.pid
-    return (
-        f"the stack (process {pid}) is suspended, so it neither stops nor restarts a service; to "
-        f"let it continue: kill -CONT {pid}"
-    )
-
-
 def stale_settings(home: Home) -> str | None:
-    """A warning if the settings file has changed since the stack was started. None if the file has
-    not changed or cannot be read, or if no stack runs."""
-    record = read_stack(home)
-    if record is None or settings_digest() in (None, record.settings_digest):
+    """A warning if a value in the settings file has changed since the stack was started. None if
+    none has changed, if the file cannot be read, or if no stack runs."""
+    values = _values_in(settings_file())
+    if read_stack(home) is None or values in (None, _values_in(home.settings_copy)):
         return None
     return (
         f"{settings_file()} has changed since the stack was started, and the stack still uses the "
         "old settings; to restart it: pipeline down && pipeline up --detach"
     )
+
+
+def _values_in(file: Path) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def running_settings(home: Home) -> Settings:
@@ -110,8 +102,6 @@ def at_running_stack(settings: Settings, home: Home) -> Settings:
     changes = defaultdict[str, dict[str, object]](dict)
     ports: dict[str, int] = {}
     for child in record.children if record is not None else ():
-        if child.metrics_port is not None:
-            changes["jobs"]["metrics_port"] = child.metrics_port
         if child.url is None:
             continue
         url = httpx.URL(child.url)

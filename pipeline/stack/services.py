@@ -10,7 +10,7 @@ child works. Each of these questions is called a probe.
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -48,9 +48,6 @@ class Service:
     """The address at which the service answers; None for the runner."""
     pipeline: str | None = None
     """The pipeline whose releases a completion server serves; None for any other service."""
-    metrics_port: int | None = None
-    """The port on which the runner serves its metrics. None if the runner serves no metrics, and
-    for any other service."""
     port_setting: str | None = None
     """Where the user can set another port for the service, as a text for error messages."""
     start_seconds: float = START_SECONDS
@@ -95,10 +92,10 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
         hub_service(settings),
         *servers,
         *([_service("gateway", gateway_url, "serving")] if gateway_url else []),
-        replace(RUNNER, metrics_port=settings.jobs.metrics_port or None),
+        RUNNER,
         _service("receiver", settings.receiver_url, "receiver"),
     )
-    _check_ports_differ(services, settings.jobs.metrics_port)
+    _check_ports_differ((*services, *metrics_of_runner(settings)))
     return services
 
 
@@ -114,17 +111,25 @@ def _service(name: str, url: str, table: str) -> Service:
 RUNNER = Service(name="runner", arguments=("jobs", "runner"))
 
 
-def _check_ports_differ(services: Sequence[Service], metrics_port: int) -> None:
-    users: dict[int, str] = {metrics_port: "metrics_port under [jobs]"} if metrics_port else {}
+def metrics_of_runner(settings: Settings) -> Iterator[Service]:
+    """The runner with the address of its metrics, for checks of its port. Nothing, if the metrics
+    are turned off."""
+    if port := settings.jobs.metrics_port:
+        url, setting = f"http://127.0.0.1:{port}", "metrics_port under [jobs]"
+        yield replace(RUNNER, name="runner's metrics", url=url, port_setting=setting)
+
+
+def _check_ports_differ(services: Sequence[Service]) -> None:
+    users: dict[int, str] = {}
     for service in services:
         if service.port is None:
             continue
         if service.port in users:
             raise PipelineError(
-                f"port {service.port} is set for both {users[service.port]} and the "
+                f"port {service.port} is set for both the {users[service.port]} and the "
                 f"{_describe(service)}; change one of the two: {service.port_setting}"
             )
-        users[service.port] = f"the {_describe(service)}"
+        users[service.port] = _describe(service)
 
 
 def _describe(service: Service) -> str:
@@ -136,11 +141,19 @@ def _describe(service: Service) -> str:
 def check_port(service: Service) -> None:
     """Raise PipelineError if the service cannot listen on its port, for example because another
     program uses this port."""
-    if service.url is not None and (fault := port_fault(service.url)) is not None:
-        raise PipelineError(
-            f"port {service.port} for the {_describe(service)} cannot be used ({fault}); set "
-            f"another port for the {_describe(service)}: {service.port_setting}"
-        )
+    if service.url is None:
+        return
+    address = httpx.URL(service.url)
+    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, service.port))
+        except OSError as error:
+            raise PipelineError(
+                f"port {service.port} for the {_describe(service)} cannot be used "
+                f"({error.strerror or error}); stop the program that uses it, or set another port: "
+                f"{service.port_setting}"
+            ) from error
 
 
 class ChildWatch:
@@ -239,19 +252,6 @@ def file_probe(file: Path) -> LivenessProbe:
         return "silent"
 
     return probe
-
-
-def port_fault(url: str) -> str | None:
-    """Why no service can listen on the host and port of `url`; None if a service can listen
-    there."""
-    address = httpx.URL(url)
-    with socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port or 80))
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
 
 
 def server_state(url: str) -> dict[str, Any]:

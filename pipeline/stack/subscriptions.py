@@ -21,6 +21,7 @@ from receiver.webhooks import (
     create_webhook,
     delete_webhook,
     enable_webhook,
+    hub_errors,
     list_webhooks,
     update_webhook,
 )
@@ -102,20 +103,18 @@ def unwatched_datasets(datasets: Iterable[str], watched: Iterable[WatchedItem]) 
 def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:
     """Create the dataset without a first commit, so that a first `git push` needs no pull. If the
     dataset exists, nothing changes."""
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
-        build_hf_headers,
-        get_session,
-        hf_raise_for_status,
-    )
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
     owner, _, name = dataset.partition("/")
-    answer = get_session().post(
-        f"{settings.hub_url}/api/repos/create",
-        headers=build_hf_headers(token=tokens.hub),
-        json={"type": "dataset", "organization": owner, "name": name, "empty": True},
-    )
-    if answer.status_code != HTTPStatus.CONFLICT:
-        hf_raise_for_status(answer)
+    with hub_errors(settings.hub_url, f"the creation of the dataset {dataset}"):
+        answer = get_session().post(
+            f"{settings.hub_url}/api/repos/create",
+            headers=build_hf_headers(token=tokens.hub),
+            json={"type": "dataset", "organization": owner, "name": name, "empty": True},
+        )
+        if answer.status_code != HTTPStatus.CONFLICT:
+            hf_raise_for_status(answer)
 
 
 @dataclass(frozen=True, kw_only=True)

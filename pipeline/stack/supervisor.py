@@ -21,12 +21,7 @@ from jobs.process import ProcessIdentity, die_with_parent, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.logs import rotate
 from pipeline.paths import Home, settings_file
-from pipeline.settings import (
-    HANG_SECONDS,
-    SETTINGS_COPY,
-    settings_digest,
-    write_settings_copy,
-)
+from pipeline.settings import HANG_SECONDS, SETTINGS_COPY, write_settings_copy
 from pipeline.stack.record import Child, StackRecord, last_record
 from pipeline.stack.services import (
     PROBE_INTERVAL_SECONDS,
@@ -62,7 +57,9 @@ class _Running:
     def __init__(self, service: Service, process: subprocess.Popen[bytes]) -> None:
         self.service = service
         self.process = process
-        self.record = Child(name=service.name, process=None)
+        self.record = Child(
+            name=service.name, process=None, url=service.url, pipeline=service.pipeline
+        )
         self.started_at = 0.0
         self.probe: LivenessProbe = lambda seconds: "unknown"
         self.watch: ChildWatch | None = None
@@ -94,10 +91,6 @@ class Stack:
         self._running: dict[str, _Running] = {}
         self._check_files_at = 0.0
         self._stack_started_at = time.time()
-        self._settings_digest = settings_digest()
-        self._has_started = False
-        """Whether `start` has succeeded. `_is_ready` does not tell this: a stack for one job
-        (`pipeline/runner/by_hand.py`) starts, but is never marked as ready."""
         self._is_ready = False
         self._lock: filelock.BaseFileLock | None = None
 
@@ -127,7 +120,6 @@ class Stack:
         except BaseException:
             self.stop()
             raise
-        self._has_started = True
 
     def mark_ready(self) -> None:
         """Write into `stack.json` that the stack can be used. `pipeline up --detach` waits for this
@@ -270,17 +262,12 @@ class Stack:
         is_restart = service.name in self._running
         child = self._running.setdefault(service.name, _Running(service, process))
         child.process, child.probe, child.started_at = process, probe, time.monotonic()
-        child.record = Child(
-            name=service.name,
+        self._change(
+            child,
             process=identify(process.pid),
-            url=service.url,
-            pipeline=service.pipeline,
-            metrics_port=service.metrics_port,
             started_at=time.time(),
             num_restarts=child.record.num_restarts + is_restart,
-            last_end=child.record.last_end,
         )
-        self._record_change()
 
     def _wait_until_ready(self, child: _Running, say: Callable[[str], None]) -> None:
         service, log = child.service, self._home.log_file(child.service.name)
@@ -306,14 +293,11 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. If the write fails before `start` has returned, this method raises
-        OSError. If the write fails later, this method only logs a warning, because the services can
-        continue. A write fails, for example, when the disk is full."""
+        """Write the record. If the write fails, for example because the disk is full, this method
+        only logs a warning, because the services can continue."""
         try:
             self._write_record()
         except OSError as error:
-            if not self._has_started:
-                raise
             logger.warning("%s cannot be written: %s", self._home.stack_file, error.strerror)
 
     def _write_record(self) -> None:
@@ -326,7 +310,6 @@ class Stack:
             process=me,
             started_at=self._stack_started_at,
             is_ready=self._is_ready,
-            settings_digest=self._settings_digest,
             children=tuple(child.record for child in self._running.values()),
         )
 

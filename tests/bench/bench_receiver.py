@@ -47,14 +47,17 @@ OURS = """
 import sys
 from pathlib import Path
 from jobs.store import JobStore
-from receiver.retrain import RetrainRule, retrain_handler
+from jobs.spec import JobSpec
+from receiver.retrain import retrain_handler
+from receiver.rules import RetrainRule
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 
 folder = Path(sys.argv[1])
 settings = ReceiverSettings(port=int(sys.argv[2]))
 server = WebhooksServer(webhook_secret="s3cret", settings=settings)
-rules = [RetrainRule(pipeline="answers", dataset="acme/answers")]
+spec = JobSpec(command=("train",), pipeline="answers", debounce_seconds=1.0)
+rules = [RetrainRule(spec=spec, dataset="acme/answers")]
 retrain = retrain_handler(JobStore.open(folder / "jobs.db"), rules)
 server.add_webhook("/retrain", knows_repeats=True)(retrain)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.sealed import seal
+from jobs.job import seal
 from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]

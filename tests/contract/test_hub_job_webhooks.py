@@ -49,7 +49,9 @@ def copies(store: JobStore, source: str) -> list[Job]:
 def run(store: JobStore, jobs_dir: Path, job: Job, key: bytes | None = SECRET_KEY) -> Path:
     settings = JobsSettings(preload=())
     environment = {"PATH": "/usr/bin:/bin", "WEBHOOK_SECRET": "the-receiver's"}
-    Runner(store, jobs_dir, settings, environment, secret_key=key).run_until_idle(threading.Event())
+    Runner(store, jobs_dir, settings, environment, secret_key=key).run(
+        threading.Event(), until_idle=True
+    )
     return jobs_dir / job.id
 
 

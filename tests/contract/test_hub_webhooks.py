@@ -10,7 +10,7 @@ from standardwebhooks import Webhook as Verifier
 
 from pipeline.hub.errors import HubError
 from receiver.payload import WebhookPayload
-from receiver.rules import RetrainRule, decide
+from receiver.rules import decide
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
@@ -21,6 +21,7 @@ from tests.hub_fixtures import (
     wait_until,
 )
 from tests.ports import free_port
+from tests.receiver_fixtures import rule
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -117,9 +118,8 @@ def test_the_default_branch_can_be_deleted_and_pushed_again(
     ref = "refs/heads/main"
     assert deleted.json["updatedRefs"] == [{"ref": ref, "oldSha": sha, "newSha": None}]
     assert pushed.json["updatedRefs"] == [{"ref": ref, "oldSha": None, "newSha": sha}]
-    rule = RetrainRule(pipeline="facts", dataset="local/facts", ref=ref)
     payload = WebhookPayload.model_validate(deleted.json)
-    assert decide(payload, [rule]) == "'refs/heads/main' was deleted"
+    assert decide(payload, [rule("facts", "local/facts")]) == "'refs/heads/main' was deleted"
 
 
 def test_the_payload_is_the_documented_one(

@@ -18,15 +18,13 @@ from unittest import mock
 import pytest
 from sqlalchemy import create_engine, text
 
-from jobs.agent import BEAT_NOW, Attempt
-from jobs.errors import LaunchError
+from jobs.agent import BEAT_NOW, NICENESS, Attempt, ForkServer
+from jobs.errors import LaunchError, is_temporary
 from jobs.folder import COMPUTING, LOG, OUTCOME
-from jobs.fork_server import ForkServer
 from jobs.job import Job
 from jobs.process import process_here
 from jobs.schema import locked
 from jobs.store import JobStore
-from jobs.temporary_failures import is_temporary
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, program
 from tests.jobs_fixtures import is_gone, pids_in, spec, until
 
@@ -62,7 +60,6 @@ class Bench:
                 jobs_dir=self.jobs_dir,
                 command=job.spec.command,
                 env=env,
-                niceness=12,
                 settings=SETTINGS,
             )
         )
@@ -106,8 +103,8 @@ def test_a_command_runs_as_its_own_process_in_its_folder(bench: Bench) -> None:
         "argv": ["show_process", "-x", "a b"],
         "cwd": str(bench.log.parent),
         "name": "__main__",
-        "niceness": 12,
-        "niceness of the session": 12 if Path("/proc/self/autogroup").exists() else None,
+        "niceness": NICENESS,
+        "niceness of the session": NICENESS if Path("/proc/self/autogroup").exists() else None,
         "stdin": "",
         "leads_session": False,
         "in_place": sys.platform == "linux",
@@ -168,7 +165,7 @@ def test_a_start_that_the_system_refuses_can_be_tried_again(
 ) -> None:
     bench.server._warming.join()
     process = mock.Mock(exitcode=1)
-    monkeypatch.setattr("jobs.fork_server._Process", lambda **_: process)
+    monkeypatch.setattr("jobs.agent._Process", lambda **_: process)
     with pytest.raises(LaunchError) as caught:
         bench.start("show_process")
     assert is_temporary(caught.value)
@@ -310,7 +307,7 @@ import threading
 with JobStore.open({bench.store.location!r}) as store:
     settings = SETTINGS.model_copy(update={{"preload": ("no_such_module", "torch")}})
     runner = Runner(store, Path({str(bench.jobs_dir)!r}), settings, ENVIRONMENT)
-    runner.run_until_idle(threading.Event())
+    runner.run(threading.Event(), until_idle=True)
 """
     job = bench.store.submit(program("use_torch", "2"))
     subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True)

@@ -233,10 +233,8 @@ def test_a_public_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = code.replace(r"https://[\w-]+\.trycloudflare\.com", FORWARDER_URL)
     with running(tmp_path, code.replace("Settings(", f"Settings(port={free_port()}, ")) as (
         url,
-        printed,
-        _,
+        *_,
     ):
-        assert "The public URL expires at" in "\n".join(printed)
         assert post(f"{url}/webhooks/hello", SECRET) == {"message": "hello"}
         # A stranger sees nothing but the functions.
         assert httpx.get(url, trust_env=False).status_code == 404

@@ -217,9 +217,9 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
         in said
     )
     assert place.holds_the_secret() == []
+    words = "was trained on a removed commit, or from the weights of such a release"
     assert [line for line in said.splitlines() if line.startswith("release ")] == [
-        f"release {ids[1]} of facts was trained on a removed commit",
-        f"release {ids[2]} of facts was trained from the weights of such a release",
+        f"release {id} of facts {words}" for id in ids[1:]
     ]
     assert all((place.home.releases_dir / "facts" / id).is_dir() for id in ids)
     assert (place.home.jobs_dir / good).is_dir()
@@ -362,8 +362,7 @@ def test_a_release_is_found_although_the_one_before_it_is_gone(place: Place) -> 
     release_store.remove(folder, ids[0])
     with place.hub() as hub:
         place.push_away(hub)
-    words = "was trained from the weights of such a release"
-    assert f"release {ids[1]} of facts {words}\n" in purged(place.bad)
+    assert f"release {ids[1]} of facts was trained on a removed commit, or" in purged(place.bad)
     purged(place.bad, "--releases")
     assert release_store.release_ids(folder) == ids[2:]
 
@@ -446,7 +445,7 @@ def test_a_purge_of_a_model_finds_what_jobs_have_made_of_their_base_model(place:
             store.finish(job.id, "me", None)
         said = purged(place.bad, "--type", "model")
     assert f"Removed: 2 commits; {base}\n" in said
-    assert f"release {ids[1]} of facts was trained from a removed commit\n" in said
+    assert f"release {ids[1]} of facts was trained from a removed commit, or" in said
     assert f"release {ids[0]}" not in said
     assert list(bases.iterdir()) == [other]
     purged(place.bad, "--type", "model", "--releases")

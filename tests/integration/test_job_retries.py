@@ -5,13 +5,11 @@ import threading
 
 import pytest
 
-from jobs.agent import Attempt
-from jobs.errors import LaunchError
-from jobs.fork_server import ForkServer
+from jobs.agent import Attempt, ForkServer
+from jobs.errors import LaunchError, is_temporary
 from jobs.job import Job
 from jobs.runner import Runner
 from jobs.spec import JobSpec
-from jobs.temporary_failures import is_temporary
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
 from tests.jobs_fixtures import delivery, revisions, until
 
@@ -105,7 +103,7 @@ def test_a_failed_fork_is_tried_again(house: House, code: int, state: str) -> No
 
     job = house.store.submit(program("write_outcome", "promoted", "0"))
     runner = Runner(house.store, house.jobs_dir, SOON, ENVIRONMENT, start_agent=fail_at_first)
-    runner.run_until_idle(threading.Event())
+    runner.run(threading.Event(), until_idle=True)
     assert house.store.get(job.id).state == state
 
 

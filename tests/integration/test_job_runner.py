@@ -9,13 +9,12 @@ import pytest
 from sqlalchemy import create_engine, delete, text
 
 from jobs.errors import StoreError
-from jobs.folder import LOG
+from jobs.folder import LOG, read_log
 from jobs.job import Delivery
-from jobs.logs import follow_log, read_log
 from jobs.runner import Runner
 from jobs.schema import JOBS, number_of
 from jobs.settings import JobsSettings
-from jobs.spec import JobSpec, Resources
+from jobs.spec import JobSpec
 from jobs.store import JobStore
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
 from tests.jobs_fixtures import is_gone, pids_in, revisions, until
@@ -29,16 +28,17 @@ PAYLOAD = {
 
 
 def run_until_idle(house: House, settings: JobsSettings = SETTINGS) -> None:
-    Runner(house.store, house.jobs_dir, settings, ENVIRONMENT).run_until_idle(threading.Event())
+    Runner(house.store, house.jobs_dir, settings, ENVIRONMENT).run(
+        threading.Event(), until_idle=True
+    )
 
 
 def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
-    house.run(HF_TOKEN="t0ken")
+    house.run(SETTINGS.model_copy(update={"num_threads": 3}), HF_TOKEN="t0ken")
     spec = program(
         "show_environment",
         env={"COLOUR": "blue"},
         settings={"lr": 0.1},
-        resources=Resources(num_threads=3),
     )
     job = house.store.submit(spec, payload=PAYLOAD)
     ended = house.ended(job)
@@ -73,7 +73,7 @@ def test_the_folder_of_a_lost_database_is_not_believed(house: House) -> None:
     (old / "log.txt").write_text("what the old job said")
     job = house.store.submit(spec)
     assert job.id == old.name
-    assert read_log(house.jobs_dir, job) == b""
+    assert read_log(old, job.identity, 0) == b""
     house.run()
     outcome = house.ended(job).outcome
     assert outcome is not None and outcome.result == "published"
@@ -162,9 +162,8 @@ def test_a_cancel_that_came_too_late_changes_nothing(house: House) -> None:
 
 
 def test_a_job_that_takes_too_long_is_stopped(house: House) -> None:
-    house.run()
-    limit = Resources(timeout_seconds=1.5)
-    job = house.store.submit(program("have_children", resources=limit))
+    house.run(SETTINGS.model_copy(update={"timeout_seconds": 1.5}))
+    job = house.store.submit(program("have_children"))
     pids = pids_in(house.log(job), 3)
     job = house.ended(job)
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
@@ -254,12 +253,3 @@ def test_run_until_idle_waits_for_the_lease_of_a_dead_runner(house: House) -> No
     house.store.submit(program("write_outcome", "unchanged", "0"))
     run_until_idle(house)
     assert [job.state for job in house.store.list()] == ["COMPLETED", "COMPLETED"]
-
-
-def test_a_log_is_followed_to_its_end(house: House) -> None:
-    house.run()
-    script = "for n in 1 2 3; do echo line $n; sleep 0.1; done; printf end"
-    job = house.store.submit(JobSpec(command=("sh", "-c", script)))
-    pieces = b"".join(follow_log(house.store, house.jobs_dir, job.id, poll_seconds=0.01))
-    assert pieces == b"line 1\nline 2\nline 3\nend"
-    assert b"".join(follow_log(house.store, house.jobs_dir, job.id, offset=21)) == b"end"

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.agent import Attempt
+from jobs.agent import Attempt, ForkServer
 from jobs.errors import LaunchError
 from jobs.folder import OUTCOME
-from jobs.fork_server import ForkServer
 from jobs.job import Job, attempt_token, job_of_token
 from jobs.process import identify, name_of, process_here
 from jobs.runner import Runner
@@ -166,7 +165,7 @@ def test_an_attempt_that_has_ended_though_its_start_failed_stays_as_it_is(house:
 
     job = house.store.submit(program("die"))
     runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=end_and_fail)
-    runner.run_until_idle(threading.Event())
+    runner.run(threading.Event(), until_idle=True)
     assert house.store.get(job.id).state == "COMPLETED"
 
 

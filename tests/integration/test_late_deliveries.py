@@ -23,11 +23,11 @@ from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 from receiver import listen
 from receiver.retrain import retrain_handler
-from receiver.rules import RetrainRule
 from receiver.webhooks_server import WebhooksServer
 from serving.http.server import Server
 from tests.hub_fixtures import TOKEN, RunningHub, commit_file, run_git, running_hub, wait_until
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS
+from tests.receiver_fixtures import rule
 
 TRAINER = """
 import json, os, pathlib
@@ -93,10 +93,9 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     told = load_tokens(home.tokens_file).model_dump() | {"hub": TOKEN}
     home.tokens_file.write_text(json.dumps(told))
     tokens = load_tokens(home.tokens_file)
-    rule = RetrainRule(
-        pipeline="facts",
-        dataset="local/facts",
-        debounce_seconds=0,
+    follows = rule(
+        "facts",
+        "local/facts",
         command=(sys.executable, "-c", TRAINER),
     )
     schedule = {"delivery_schedule_seconds": (0, *[0.1] * 300)}
@@ -106,7 +105,7 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     ):
         monkeypatch.setenv("PIPELINE_HUB__PORT", str(hub.settings.port))
         server = WebhooksServer(webhook_secret="s3cret")
-        server.add_webhook("/retrain", knows_repeats=True)(retrain_handler(store, [rule]))
+        server.add_webhook("/retrain", knows_repeats=True)(retrain_handler(store, [follows]))
         failing = Failing(server.app)
         listening = listen.bind("127.0.0.1", 0)
         url = listen.url_of(listening, "127.0.0.1")

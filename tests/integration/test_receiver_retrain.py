@@ -16,7 +16,12 @@ from jobs.store import JobStore
 from receiver.retrain import retrain_handler
 from receiver.rules import RetrainRule
 from receiver.webhooks_server import WebhooksServer
-from tests.receiver_fixtures import no_secret_in_the_environment, serve, store  # noqa: F401
+from tests.receiver_fixtures import (  # noqa: F401
+    no_secret_in_the_environment,
+    rule,
+    serve,
+    store,
+)
 from tests.receiver_payloads import (
     NEW,
     body_of,
@@ -25,11 +30,9 @@ from tests.receiver_payloads import (
 )
 
 RULES = [
-    RetrainRule(
-        pipeline="answers", dataset="acme/answers", settings={"seed": 1}, debounce_seconds=0
-    ),
-    RetrainRule(pipeline="answers-dev", dataset="acme/answers", ref="dev"),
-    RetrainRule(pipeline="answers-small", dataset="acme/answers", ref="dev"),
+    rule(settings={"seed": 1}),
+    rule("answers-dev", ref="dev"),
+    rule("answers-small", ref="dev"),
 ]
 
 

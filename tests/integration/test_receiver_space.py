@@ -133,4 +133,4 @@ def test_what_is_missing_is_said(stack: Stack, tmp_path: Path) -> None:
     (empty / "app.py").write_text(APP)
     elsewhere = ("--endpoint", stack.hub.url)
     printed = stack.run("deploy", "ada/x", *elsewhere, code=1, HF_TOKEN="hf_wrong")
-    assert "answered 401" in printed and "may write there" in printed
+    assert "refused the token (401" in printed and "that may do this" in printed

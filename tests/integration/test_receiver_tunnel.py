@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,6 @@ def test_a_url_that_comes_back(
     url = server.launch(prevent_thread_lock=True, share=forwarder(tmp_path))
     printed = capsys.readouterr().out
     assert f"  - POST {url}/webhooks/hello" in printed
-    assert re.search(r"The public URL expires at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", printed)
     assert (call(url), call(url, {})) == (200, 401)
     page = re.search(r"Open (http://127\.0\.0\.1:\d+)/ to see", printed)
     assert page is not None
@@ -180,28 +178,6 @@ def test_one_url_may_be_the_beginning_of_another(hub: RunningHub, tmp_path: Path
         remember(url, urls)
         assert move_webhooks(urls, [HubCredentials(**at)])
         assert get_webhook(ours.id, **at).url == f"{url}/webhooks/x"
-
-
-def test_a_link_is_renewed_before_it_ends(
-    hub: RunningHub, tmp_path: Path, relay: str, closing: list[WebhooksServer]
-) -> None:
-    server = server_in(
-        tmp_path,
-        hub=hub,
-        tunnel=relay,
-        tunnel_url_pattern=r"https://\w+\.relay\.example",
-        tunnel_lifetime_seconds=2,
-    )
-    closing.append(server)
-    began = time.time()
-    url = server.launch(prevent_thread_lock=True, share=True)
-    at = {"endpoint": hub.url, "token": hub.token}
-    ours = create_webhook(url=f"{url}/webhooks/hello", watched=["user:local"], **at)
-    [first] = commands_with(f"{tmp_path}/starts")
-
-    wait_until(lambda: get_webhook(ours.id, **at).url == "https://n2.relay.example/webhooks/hello")
-    assert time.time() - began > 1
-    assert first not in commands_with(f"{tmp_path}/starts")
 
 
 def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> None:
@@ -374,9 +350,10 @@ def test_the_command_opens_a_tunnel_that_ends_with_it(tmp_path: Path, relay: str
         "PIPELINE_HOME": str(tmp_path / ".pipeline"),
         "PIPELINE_SETTINGS": str(tmp_path / "pipeline.toml"),
         "PIPELINE_HUB__PORT": "1",
+        "PIPELINE_RECEIVER__PORT": "0",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "pipeline", "receiver", "--port", "0", "--tunnel", relay]
+    command = [sys.executable, "-m", "pipeline", "receiver", "--tunnel", relay]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         lines = iter(process.stdout)

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from jobs.temporary_failures import is_temporary
+from jobs.errors import is_temporary
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.job import take_snapshot
 from pipeline.retrain.sources import GitDataset, Revision

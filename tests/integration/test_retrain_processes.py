@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.agent import Attempt
-from jobs.fork_server import ForkServer
+from jobs.agent import Attempt, ForkServer
 from jobs.outcome import JobOutcome
 from jobs.process import IS_LINUX, process_here
 from jobs.settings import JobsSettings
@@ -147,7 +146,6 @@ def test_no_process_outlives_the_agent_of_its_job_and_the_training_goes_on(
             jobs_dir=tmp_path / "agents",
             command=command,
             env=pipeline.environ(folder),
-            niceness=7,
             settings=JobsSettings(),
         )
     )

@@ -20,8 +20,8 @@ from pipeline.cli.main import app
 from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import submit_retraining
-from pipeline.settings import load_settings, settings_digest
-from pipeline.stack.record import Child, StackRecord, running_settings
+from pipeline.settings import load_settings, write_settings_copy
+from pipeline.stack.record import Child, StackRecord
 from pipeline.stack.subscriptions import subscribe
 from pipeline.tokens import load_tokens
 from serving.engines import settings as engine_settings
@@ -57,9 +57,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningHub]
             monkeypatch.setenv(name, value)
         me = identify(os.getpid())
         assert me is not None
-        record = StackRecord(
-            process=me, started_at=0.0, is_ready=True, settings_digest=settings_digest()
-        )
+        record = StackRecord(process=me, started_at=0.0, is_ready=True)
+        write_settings_copy(home)
         home.stack_file.write_text(record.model_dump_json())
         yield hub
 
@@ -170,12 +169,12 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
     assert me is not None
     pipeline_dir = home.releases_dir / "facts"
     release_store.set_current(pipeline_dir, echo_release(pipeline_dir, 1).id)
-    receiver_port, metrics_port = free_ports(2)
+    [receiver_port] = free_ports(1)
     with running(echo_app(pipeline_dir)) as server_url:
         children = (
             Child(name="hub", process=me, url=hub.url),
             Child(name="serve", process=me, url=server_url, pipeline="facts"),
-            Child(name="runner", process=me, metrics_port=metrics_port),
+            Child(name="runner", process=me),
             Child(name="receiver", process=me, url=f"http://127.0.0.1:{receiver_port}"),
         )
         record = StackRecord(process=me, started_at=0.0, is_ready=True, children=children)
@@ -194,7 +193,6 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
         url = f"http://127.0.0.1:{receiver_port}/webhooks/retrain"
         assert f"the hub has no webhook for {url}" in dict(wrong())
         assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
-        assert running_settings(home).jobs.metrics_port == metrics_port
         elsewhere = PIPELINE.replace('"local/facts"', '"https://localhost:9/facts.git"')
         Path(os.environ["PIPELINE_SETTINGS"]).write_text(elsewhere)
         assert not any("the hub has no webhook" in message for message in dict(wrong()))

@@ -25,13 +25,12 @@ from jobs.store import JobStore
 from pipeline.runner.submit import head_finder
 from pipeline.tokens import Tokens
 from receiver.retrain import retrain_handler
-from receiver.rules import RetrainRule
 from receiver.settings import ReceiverSettings
 from receiver.webhooks_server import WebhooksServer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
 from tests.integration.test_hub_durability import HubProcess, commit, make_worktree
 from tests.ports import free_port
-from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
+from tests.receiver_fixtures import no_secret_in_the_environment, rule  # noqa: F401
 
 NUM_PUSHES = int(os.environ.get("BURST_PUSHES", "60"))
 NUM_KILLS = int(os.environ.get("WEBHOOK_KILLS", "4"))
@@ -49,10 +48,9 @@ pathlib.Path(os.environ["JOB_DIR"], "outcome.json").write_text('{"result": "unch
 @pytest.mark.slow
 def test_a_burst_of_pushes_while_a_job_runs_is_one_running_and_one_pending(tmp_path: Path) -> None:
     may_end = tmp_path / "may-end"
-    rule = RetrainRule(
-        pipeline="facts",
-        dataset="local/facts",
-        debounce_seconds=0,
+    follows = rule(
+        "facts",
+        "local/facts",
         command=(sys.executable, "-c", WAIT),
         env={"MAY_END": str(may_end)},
     )
@@ -62,7 +60,7 @@ def test_a_burst_of_pushes_while_a_job_runs_is_one_running_and_one_pending(tmp_p
         running_hub(tmp_path / "hub", delivery_schedule_seconds=(0,) * 9) as hub,
         running(store, tmp_path / "jobs", hub),
     ):
-        server.add_webhook("/retrain", knows_repeats=True)(retrain_handler(store, [rule]))
+        server.add_webhook("/retrain", knows_repeats=True)(retrain_handler(store, [follows]))
         url = server.launch(prevent_thread_lock=True)
         try:
             created = hub.api.create_webhook(

@@ -13,8 +13,8 @@ from starlette.testclient import TestClient
 
 from jobs.store import JobStore
 from receiver.retrain import retrain_handler
-from receiver.rules import RetrainRule
 from receiver.webhooks_server import WebhooksServer
+from tests.receiver_fixtures import rule
 from tests.receiver_payloads import OLD, dataset_update
 
 NUM_EXAMPLES = int(os.environ.get("RECEIVER_EXAMPLES", "150"))
@@ -61,8 +61,8 @@ IDS = st.none() | st.text("abc ;,é\xff", min_size=1, max_size=3)
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, JobStore]]:
     folder: Path = tmp_path_factory.mktemp("receiver")
     rules = [
-        RetrainRule(pipeline="main", dataset="acme/answers"),
-        RetrainRule(pipeline="dev", dataset="acme/answers", ref="dev"),
+        rule("main"),
+        rule("dev", ref="dev"),
     ]
     with JobStore.open(folder / "jobs.db") as store:
         server = WebhooksServer(webhook_secret="s3cret")

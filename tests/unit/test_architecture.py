@@ -8,7 +8,7 @@ from typing import get_args
 
 from huggingface_hub import HfApi
 
-from jobs import temporary_failures
+from jobs import errors as jobs_errors
 from jobs.job import TRANSITIONS, JobState
 from pipeline.hub.webhooks import DeliveryStatus
 from receiver.webhooks import WebhookStatus
@@ -103,4 +103,4 @@ def source_of(file: Path, test: str) -> str:
 
 def test_jobs_and_serving_agree_on_temporary_errors() -> None:
     """They never import each other, so each has its own list."""
-    assert errors._TEMPORARY_ERRNOS == temporary_failures._TEMPORARY_ERRNOS
+    assert errors._TEMPORARY_ERRNOS == jobs_errors._TEMPORARY_ERRNOS

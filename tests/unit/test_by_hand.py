@@ -13,7 +13,6 @@ from cryptography.fernet import Fernet
 from jobs.errors import HeadAway
 from jobs.process import identify
 from jobs.spec import JobSpec, RevisionRange
-from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner import by_hand, run
 from pipeline.runner.by_hand import with_runner
@@ -52,21 +51,6 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
         submit_retraining(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts)
 
 
-@pytest.mark.parametrize("payload", [{}, {"a": 1}, {"event": {"action": "explode"}}])
-def test_a_payload_that_is_none_is_refused(payload: dict[str, object], tmp_path: Path) -> None:
-    facts = PipelineSettings(name="facts", dataset="local/facts", port=8000)
-    home, settings = Home(tmp_path), Settings()
-    with (
-        open_job_store(settings, home) as store,
-        pytest.raises(PipelineError, match="is not a webhook payload: event"),
-    ):
-        submit_retraining(
-            store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts, payload=payload
-        )
-    with open_job_store(settings, home) as store:
-        assert store.list() == []
-
-
 @pytest.mark.parametrize(
     ("variable", "given"),
     [("hf_mine", {"OWN_HF_TOKEN": "hf_mine"}), ("stack", {}), ("", {})],
@@ -88,7 +72,7 @@ def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
         # The hub has already encrypted the other webhook's own secret into the job's `sealed_env`.
         ({"payload": {}, "labels": {"webhook": "w1"}}, None),
     ],
-    ids=["a push", "a payload given by hand", "a plain command", "a copy for another webhook"],
+    ids=["a push", "a job by hand", "a plain command", "a copy for another webhook"],
 )
 def test_only_a_job_of_the_stacks_webhook_gets_its_secret(
     tmp_path: Path, starts_it: dict[str, Any], secret: str | None

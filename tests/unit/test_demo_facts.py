@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
+from pipeline.cli.demo import QUESTIONS, first_commit, second_commit
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.rows import Row, difference
 from pipeline.retrain.settings import DataSettings

@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.errors import SealBroken
-from jobs.job import COMMITTER_DOMAIN, MAX_INLINE_BYTES, Job, inline_payload, job_environment
-from jobs.sealed import seal, unseal
-from jobs.spec import JobSpec, Resources
+from jobs.job import (
+    COMMITTER_DOMAIN,
+    MAX_INLINE_BYTES,
+    Job,
+    inline_payload,
+    job_environment,
+    seal,
+    unseal,
+)
+from jobs.spec import JobSpec
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -56,11 +63,6 @@ def test_threads_wait_briefly_unless_the_runner_was_told_otherwise() -> None:
     assert job_environment(a_job(), Path("/"), {}, num_threads=2)["GOMP_SPINCOUNT"] == "3000"
     told = {"GOMP_SPINCOUNT": "7"}
     assert job_environment(a_job(), Path("/"), told, num_threads=2)["GOMP_SPINCOUNT"] == "7"
-
-
-def test_resources_go_before_the_default_number_of_threads() -> None:
-    job = a_job(resources=Resources(num_threads=5))
-    assert job_environment(job, Path("/"), {}, num_threads=2)["OMP_NUM_THREADS"] == "5"
 
 
 def test_a_payload_of_another_shape_is_passed_on_without_names_that_it_lacks() -> None:
@@ -112,6 +114,8 @@ def test_a_sealed_token_shows_nothing_and_opens_with_its_key_only() -> None:
     assert unseal(token, key) == {"TOKEN": "s3cret"}
     with pytest.raises(SealBroken, match="another key"):
         unseal(token, Fernet.generate_key())
+    with pytest.raises(SealBroken, match="no key"):
+        unseal(token, None)
 
 
 def test_what_a_job_commits_names_it() -> None:

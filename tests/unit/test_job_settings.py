@@ -37,4 +37,4 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with JobStore.open(tmp_path / "jobs.db") as store:
         runner = Runner(store, tmp_path / "file" / "jobs", JobsSettings(), {})
         with pytest.raises(LaunchError, match=r"file/jobs: Not a directory"):
-            runner.run_until_idle(threading.Event())
+            runner.run(threading.Event(), until_idle=True)

@@ -10,18 +10,19 @@ from pydantic import ValidationError
 from jobs.spec import JobSpec
 from receiver.errors import NotAnEvent
 from receiver.payload import WebhookPayload
-from receiver.rules import RetrainRule, decide
+from receiver.rules import decide
 from receiver.verify import ProofScheme, PushSender, read_event
 from tests.property.test_receiver_payloads import BODIES, JSON, REFS
+from tests.receiver_fixtures import rule
 from tests.receiver_payloads import GITEA_PUSH, GITHUB_PUSH, GITLAB_PUSH, ZEROS
 from tests.unit.test_receiver_senders import HEADERS, PUSHES
 
 RULES = [
-    RetrainRule(pipeline="main", dataset="acme/answers"),
-    RetrainRule(pipeline="dev", dataset="acme/answers", ref="dev"),
-    RetrainRule(pipeline="github", dataset=GITHUB_PUSH["repository"]["clone_url"]),
-    RetrainRule(pipeline="gitea", dataset=GITEA_PUSH["repository"]["clone_url"]),
-    RetrainRule(pipeline="gitlab", dataset=GITLAB_PUSH["project"]["git_http_url"]),
+    rule("main"),
+    rule("dev", ref="dev"),
+    rule("github", GITHUB_PUSH["repository"]["clone_url"]),
+    rule("gitea", GITEA_PUSH["repository"]["clone_url"]),
+    rule("gitlab", GITLAB_PUSH["project"]["git_http_url"]),
 ]
 
 Sent = tuple[ProofScheme, dict[str, str], bytes]
@@ -73,6 +74,6 @@ def test_a_payload_is_refused_or_leads_to_jobs_or_to_a_reason(sent: Sent) -> Non
 
 def assert_answers_for(spec: JobSpec, payload: WebhookPayload) -> None:
     told: list[Any] = [update.newSha for update in payload.updatedRefs or ()]
-    assert spec.pipeline in {rule.pipeline for rule in RULES}
+    assert spec.pipeline in {each.spec.pipeline for each in RULES}
     assert spec.revisions is not None
     assert spec.revisions.new_sha in told or spec.revisions.new_sha == payload.repo.headSha

@@ -1,12 +1,13 @@
 """Which events call for a job, and the exact reason where one does not."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
+from tests.receiver_fixtures import rule as a_rule
 from tests.receiver_payloads import (
     BUCKET_UPDATED,
     GITHUB_PUSH,
@@ -18,8 +19,8 @@ from tests.receiver_payloads import (
     without_refs,
 )
 
-RULE = RetrainRule(pipeline="answers", dataset="acme/answers")
-ON_DEV = RetrainRule(pipeline="answers-dev", dataset="acme/answers", ref="dev")
+RULE = a_rule()
+ON_DEV = a_rule("answers-dev", ref="dev")
 
 
 def decided(payload: dict[str, Any], *rules: RetrainRule) -> Any:
@@ -27,7 +28,7 @@ def decided(payload: dict[str, Any], *rules: RetrainRule) -> Any:
 
 
 def test_a_push_to_the_followed_branch_becomes_a_job() -> None:
-    rule = RULE.model_copy(update={"settings": {"seed": 7}, "debounce_seconds": 2.5})
+    rule = a_rule(settings={"seed": 7}, debounce_seconds=2.5)
     (spec,) = decided(dataset_update(), rule)
     assert spec.pipeline == "answers"
     assert spec.revisions.model_dump() == {
@@ -39,11 +40,10 @@ def test_a_push_to_the_followed_branch_becomes_a_job() -> None:
     }
     assert spec.settings == {"seed": 7}
     assert (spec.debounce_seconds, spec.max_wait_seconds) == (2.5, 30.0)
-    assert spec.command[1:] == ("-m", "pipeline.retrain")
 
 
 def test_a_dataset_is_followed_in_any_case() -> None:
-    (spec,) = decided(dataset_update(), RULE.model_copy(update={"dataset": "Acme/ANSWERS"}))
+    (spec,) = decided(dataset_update(), a_rule(dataset="Acme/ANSWERS"))
     assert spec.revisions is not None and spec.revisions.repo == "Acme/ANSWERS"
 
 
@@ -129,27 +129,10 @@ def test_a_dataset_may_be_a_git_url(dataset: str, is_watched: bool) -> None:
         name=repository["full_name"],
         url={"web": repository["html_url"], "api": repository["clone_url"]},
     )
-    decision = decided(payload, RetrainRule(pipeline="p", dataset=dataset))
+    decision = decided(payload, a_rule(dataset=dataset))
     assert isinstance(decision, tuple) == is_watched
     if is_watched:
         assert decision[0].revisions.repo == dataset
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"dataset": "answers"},
-        {"dataset": "acme/answers; rm -rf"},
-        {"ref": ""},
-        {"pipeline": ""},
-        {"debounce_seconds": -1},
-        {"command": ()},
-        {"branch": "main"},
-    ],
-)
-def test_a_rule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        RetrainRule.model_validate({"pipeline": "p", "dataset": "acme/answers"} | wrong)
 
 
 @pytest.mark.parametrize("path", ["", "/team", "/team/b"])
@@ -157,8 +140,7 @@ def test_the_longest_endpoint_that_fits_is_the_hub(path: str) -> None:
     """One endpoint may be the beginning of another."""
     endpoints = {each: f"https://hub.example{each}" for each in ("", "/team", "/team/b")}
     rules = [
-        RetrainRule(pipeline=f"of {each}", dataset="acme/answers", endpoint=endpoint)
-        for each, endpoint in endpoints.items()
+        replace(a_rule(f"of {each}"), endpoint=endpoint) for each, endpoint in endpoints.items()
     ]
     payload = dataset_update()
     web = f"{endpoints[path]}/datasets/acme/answers"

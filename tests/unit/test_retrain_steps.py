@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from jobs.temporary_failures import is_temporary
+from jobs.errors import is_temporary
 from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.errors import TrainError

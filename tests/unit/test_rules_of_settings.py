@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from jobs.spec import RevisionRange
 from pipeline.paths import Home
 from pipeline.runner.submit import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings
@@ -31,10 +30,9 @@ def test_a_trainer_of_ones_own_runs_in_place_of_the_retraining(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    range = RevisionRange(repo="o/d", ref="refs/heads/main", new_sha="f" * 40)
 
     def command(keys: str) -> tuple[str, ...]:
-        return rule_of(file, keys).job_spec(range).command
+        return rule_of(file, keys).spec.command
 
     assert command('command = ["./train.sh", "fast"]') == (f"{file.parent}/train.sh", "fast")
     assert command('command = ["~/train.sh", "~/x"]') == ("/home/me/train.sh", "~/x")
@@ -50,7 +48,7 @@ def test_a_relative_base_model_is_beside_the_settings(
     (file.parent / "own" / "base").mkdir(parents=True)
 
     def told(base_model: str) -> object:
-        return rule_of(file, f'base_model = "{base_model}"').settings["base_model"]
+        return rule_of(file, f'base_model = "{base_model}"').spec.settings["base_model"]
 
     assert told("own/base") == told("./own/base") == f"{file.parent}/own/base"
     assert told("~/base") == "/home/me/base"
@@ -64,8 +62,11 @@ def test_a_dataset_of_another_hub_is_told_of_by_that_hub_only(tmp_path: Path) ->
         rules.append(
             retrain_rule(Settings.model_construct(pipelines=(pipeline,)), Home(tmp_path), pipeline)
         )
-    assert [rule.settings["dataset_endpoint"] for rule in rules] == ["hub", "https://hub.example"]
-    told = [rule.env.get("DATASET_ENDPOINT", "of the runner") for rule in rules]
+    assert [rule.spec.settings["dataset_endpoint"] for rule in rules] == [
+        "hub",
+        "https://hub.example",
+    ]
+    told = [rule.spec.env.get("DATASET_ENDPOINT", "of the runner") for rule in rules]
     assert told == ["of the runner", "https://hub.example"]
 
     def told(hub: str, rules: list[RetrainRule]) -> list[str | None] | str:
@@ -96,7 +97,7 @@ def test_the_own_hub_by_its_url_is_the_own_hub(tmp_path: Path) -> None:
 
 def test_relative_files_of_questions_are_beside_the_settings(file: Path) -> None:
     def told(path: str) -> list[object]:
-        values = rule_of(file, f'gate.golden = "{path}"\ntrain.anchors = "{path}"').settings
+        values = rule_of(file, f'gate.golden = "{path}"\ntrain.anchors = "{path}"').spec.settings
         return [values["gate"]["golden"], values["train"]["anchors"]]
 
     assert told("own/q.jsonl") == [f"{file.parent}/own/q.jsonl"] * 2

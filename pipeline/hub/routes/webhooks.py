@@ -14,7 +14,7 @@ from sqlalchemy import Connection, delete, insert
 from starlette.responses import JSONResponse
 
 from jobs.errors import JobNotFound
-from jobs.sealed import seal
+from jobs.job import seal
 from pipeline.hub import webhooks
 from pipeline.hub.database import webhooks as table
 from pipeline.hub.deliveries import check_literal
