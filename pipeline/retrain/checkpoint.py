@@ -199,7 +199,9 @@ def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_member, (count, f"file://{folder}/group", os.getpid(), work, given), count)
+            spawn(  # type: ignore[no-untyped-call]
+                _member, (count, f"file://{folder}/group", os.getpid(), work, given), count
+            )
         except ProcessException as error:
             *_, reason = str(error).partition("TrainError: ")
             if reason:

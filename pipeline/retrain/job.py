@@ -20,10 +20,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from jobs.errors import is_temporary
 from jobs.folder import SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange, is_git_url
-from jobs.temporary_failures import is_temporary
 from pipeline.retrain.dataset import is_needed
 from pipeline.retrain.errors import HubAway, RetrainError, SnapshotError
 from pipeline.retrain.settings import RetrainSettings
