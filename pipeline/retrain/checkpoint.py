@@ -199,9 +199,8 @@ def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(  # type: ignore[no-untyped-call]
-                _member, (count, f"file://{folder}/group", os.getpid(), work, given), count
-            )
+            told = count, f"file://{folder}/group", os.getpid(), work, given
+            spawn(_member, told, count)  # type: ignore[no-untyped-call]
         except ProcessException as error:
             *_, reason = str(error).partition("TrainError: ")
             if reason:
