@@ -68,9 +68,7 @@ def test_a_request_that_is_refused_adds_nothing(tmp_path: Path) -> None:
     assert grown and not any(grown.values()), grown
 
 
-def test_the_use_of_the_kv_cache_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_use_of_the_kv_cache_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = publish(build("tiny", 1), tmp_path / "torch")
     engine = TorchEngine(TorchEngineSettings(num_threads=1, kv_cache_bytes=1 << 24))
     step = Scheduler.step
