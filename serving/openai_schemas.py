@@ -295,8 +295,11 @@ class SamplingRequest(RequestBody):
     def grammar(self) -> Grammar | None:
         """The form that the text of the answer must have; None if every text is allowed. Raises
         RequestError."""
-        form = self.structured_outputs or self.response_format
-        return None if form is None else form.grammar
+        given = (self.response_format, self.structured_outputs)
+        found = [grammar for each in given if each and (grammar := each.grammar)]
+        if len(found) > 1:
+            raise invalid("structured_outputs", "not possible together with response_format")
+        return next(iter(found), None)
 
     @property
     def limit(self) -> tuple[str, int | None]:

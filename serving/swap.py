@@ -264,8 +264,7 @@ class Swapper:
                 limit = settings.start_seconds if is_first else settings.phase_seconds
                 await bounded(staging, limit, "stage took more than")
             fitting = self.engine.max_context(candidate.id) or candidate.context_length
-            context = min(fitting, candidate.context_length)
-            candidate = replace(candidate, context_length=context)
+            candidate = replace(candidate, context_length=min(fitting, candidate.context_length))
             with ExitStack() as barrier:
                 if not self.engine.holds_two:
                     barrier.enter_context(self.admission.closed())

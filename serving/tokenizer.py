@@ -59,8 +59,7 @@ class ReleaseTokenizer:
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
     ) -> str:
         """The text of `token_ids`, by default without special tokens."""
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return str(text)
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -21,7 +21,7 @@ def test_a_swap_and_its_way_back(tmp_path: Path, holds_two: bool) -> None:
         await until(lambda: house.engine.resident == {house.new.id})
         again = await house.swapper.swap(house.new.id)
         assert (again.result, again.previous) == ("live", house.new.id)
-        back = await house.swapper.swap(str(house.pipeline_dir / house.old.id))
+        back = await house.swapper.swap(house.old.id)
         assert back.result == "live"
         assert await house.answers() == house.old.id
 
