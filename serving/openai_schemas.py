@@ -172,6 +172,7 @@ class StructuredOutputs(Part):
     """If true, JSON has no whitespace between its values."""
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace between the values of JSON."""
+    disable_additional_properties: Literal[False] = False
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:

@@ -118,13 +118,6 @@ def test_an_odd_file_in_the_folder_of_one_job_fails_this_job_alone(
     assert runner.is_alive()
 
 
-def test_an_unknown_launcher_fails_the_job(house: House) -> None:
-    house.run()
-    job = house.ended(house.store.submit(JobSpec(command=("true",), launcher="slurm")))
-    assert job.outcome is not None and job.outcome.stage == "launch"
-    assert job.outcome.reason is not None and "'slurm'" in job.outcome.reason
-
-
 def test_a_killed_job_goes_on_from_what_it_wrote(house: House) -> None:
     house.run()
     job = house.ended(house.store.submit(program("die_once")))
