@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,9 @@ def run(
     mode: Annotated[
         Literal["full", "delta"] | None,
         typer.Option(help="Train in this mode, even if no row has changed."),
+    ] = None,
+    payload: Annotated[
+        Path | None, typer.Option(help="A file with the payload of a push, instead of --revision.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Go past the gate. Needs --reason.")
@@ -65,8 +68,11 @@ def run(
             "--force and --mode work only for a retraining; leave them out, or leave out the "
             "command"
         )
+    if payload is not None and revision is not None:
+        raise PipelineError("--payload and --revision both name the commit; leave out one of them")
     if force is not bool(reason):
         raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
+    content = None if payload is None else _read_payload(payload)
     if command:
         program = _program(command[0])
         of_pipeline = _pipeline_of_command(loaded, pipeline, revision)
@@ -85,6 +91,7 @@ def run(
                 hub_url=hub_url,
                 pipeline=of_pipeline,
                 revision=revision,
+                payload=content,
                 command=(program, *command[1:]),
             )
         return submit_retraining(
@@ -94,6 +101,7 @@ def run(
             hub_url=hub_url,
             pipeline=chosen,
             revision=revision,
+            payload=content,
             force_reason=reason,
             skip_if="never" if mode is not None else "nothing_changed",
         )
@@ -155,3 +163,13 @@ def _program(name: str) -> str:
             "executable"
         )
     return str(Path(name).absolute()) if "/" in name else name
+
+
+def _read_payload(file: Path) -> dict[str, Any]:
+    try:
+        payload = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PipelineError(f"--payload {file} cannot be read as JSON: {error}") from None
+    if not isinstance(payload, dict):
+        raise PipelineError(f"--payload {file} is not a JSON object")
+    return payload

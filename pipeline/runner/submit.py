@@ -247,12 +247,13 @@ def submit_retraining(
     hub_url: str,
     pipeline: PipelineSettings,
     revision: str | None = None,
+    payload: dict[str, Any] | None = None,
     force_reason: str | None = None,
     skip_if: SkipIf = "nothing_changed",
 ) -> Job:
-    """Submit the retraining of the commit `revision` or, if that is None, of the head (the newest
-    commit) of the branch that the pipeline follows. The job starts as soon as no other job of the
-    pipeline runs.
+    """Submit the retraining of the commit `revision`, or of the commit that the push `payload`
+    names. If both are None, it is the head (the newest commit) of the branch that the pipeline
+    follows. The job starts as soon as no other job of the pipeline runs.
 
     `hub_url` is the URL of the stack's own hub. `RetrainSettings` explains `force_reason` and
     `skip_if`.
@@ -260,19 +261,21 @@ def submit_retraining(
     A commit that is not named is not chosen now: the job gets the head of the branch when it
     starts, so that it never trains on an older commit than a job that started before it.
 
-    Raises NoHead for an unknown commit, and HeadAway if the hub (or the git server) cannot be
-    reached. If the dataset is a git URL, this function does not check whether the commit `revision`
-    exists; if it does not exist, the job fails. Raises PendingJob if the pipeline already has a
-    pending job that was submitted by hand.
+    Raises NoHead for an unknown commit, HeadAway if the hub (or the git server) cannot be reached,
+    and PipelineError if `payload` names no commit of the branch. If the dataset is a git URL, this
+    function does not check whether the commit exists; if it does not exist, the job fails. Raises
+    PendingJob if the pipeline already has a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     dataset = _dataset_of(hub_url, home, settings, pipeline)
-    payload: dict[str, Any] | None = None
+    if payload is not None:
+        revision = _pushed_commit(payload, rule.ref)
     if revision is None:
         dataset.head(rule.ref)  # raises an error if there is none
         revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref)
     else:
-        revisions, payload = dataset.push(rule.ref, dataset.commit(revision))
+        revisions, made = dataset.push(rule.ref, dataset.commit(revision))
+        payload = payload or made
     # The job need not wait for deliveries, because a job by hand gets none.
     spec = rule.spec.model_copy(update={"revisions": revisions, "debounce_seconds": 0.0})
     return store.submit(spec, payload=payload, by_hand=True)
@@ -286,22 +289,24 @@ def submit_command(
     hub_url: str,
     pipeline: PipelineSettings | None,
     revision: str | None = None,
+    payload: dict[str, Any] | None = None,
     command: tuple[str, ...],
 ) -> Job:
     """Submit a command. If `pipeline` is not None, the command gets the environment variables of
-    the pipeline's jobs, and the payload that the hub would send for a push of the commit
-    `revision`. If `revision` is None, the payload is for the newest commit of the pipeline's
-    branch. If the hub cannot name the newest commit, for example because the branch has no commit
-    yet, the command gets no payload.
+    the pipeline's jobs and, without `payload`, the payload that the hub would send for a push of
+    the commit `revision`. If `revision` is None, that payload is for the newest commit of the
+    pipeline's branch. If the hub cannot name the newest commit, for example because the branch has
+    no commit yet, the command gets no payload.
 
     Raises NoHead for an unknown `revision`, and HeadAway if the hub cannot be asked for it. If the
     dataset is a git URL, this function does not check whether the commit `revision` exists.
     """
     env: dict[str, str] = {}
-    payload: dict[str, Any] | None = None
     if pipeline is not None:
         rule = retrain_rule(settings, home, pipeline)
-        dataset, env = _dataset_of(hub_url, home, settings, pipeline), rule.spec.env
+        env = rule.spec.env
+    if pipeline is not None and payload is None:
+        dataset = _dataset_of(hub_url, home, settings, pipeline)
         try:
             sha = dataset.head(rule.ref) if revision is None else dataset.commit(revision)
             _, payload = dataset.push(rule.ref, sha)
@@ -309,6 +314,18 @@ def submit_command(
             if revision is not None:
                 raise
     return store.submit(JobSpec(command=command, env=env), payload=payload, by_hand=True)
+
+
+def _pushed_commit(payload: dict[str, Any], ref: str) -> str:
+    """The commit to which this push has moved `ref`. Raises PipelineError."""
+    try:
+        refs = WebhookPayload.model_validate(payload).updatedRefs or ()
+    except ValidationError as error:
+        raise PipelineError(f"--payload is not the payload of a webhook: {error}") from None
+    commit = next((each.newSha for each in refs if each.ref == ref), None)
+    if commit is None:
+        raise PipelineError(f"--payload names no commit of {ref}; use --revision instead")
+    return commit
 
 
 def _dataset_of(

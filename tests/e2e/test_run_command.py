@@ -15,7 +15,8 @@ from pipeline.errors import PipelineError
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """#!/bin/sh
-echo "in $JOB_ID"
+echo "about $WEBHOOK_REPO_ID in $JOB_ID"
+cat "$WEBHOOK_PAYLOAD_FILE"
 exit $1
 """
 
@@ -23,8 +24,9 @@ exit $1
 def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(SCRIPT)
     (tmp_path / "train.sh").chmod(0o755)
+    (tmp_path / "push.json").write_text('{"repo": {"name": "me/facts"}, "n": 41}')
     environ = {name: value for name, value in os.environ.items() if "PIPELINE" not in name}
-    command = ["jobs", "run", "--", "./train.sh", "7"]
+    command = ["jobs", "run", "--payload", "push.json", "--", "./train.sh", "7"]
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", *command],
         cwd=tmp_path,
@@ -35,7 +37,9 @@ def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 7, done.stderr
-    assert done.stdout == "in j000001\n"
+    told, payload = done.stdout.splitlines()
+    assert told == "about me/facts in j000001"
+    assert '"n": 41' in payload
     assert "exited with 7" in done.stderr
 
 
@@ -45,6 +49,7 @@ def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None
         (("--mode", "full"), "work only for a retraining"),
         (("--force",), "work only for a retraining"),
         (("--reason", "why"), "must be used together"),
+        (("--payload", "push.json", "--revision", "main"), "leave out one of them"),
     ],
 )
 def test_options_that_a_command_does_not_follow_are_refused(

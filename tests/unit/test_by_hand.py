@@ -13,6 +13,7 @@ from cryptography.fernet import Fernet
 from jobs.errors import HeadAway
 from jobs.process import identify
 from jobs.spec import JobSpec, RevisionRange
+from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner import by_hand, run
 from pipeline.runner.by_hand import with_runner
@@ -23,6 +24,7 @@ from pipeline.stack.record import Child, StackRecord
 from pipeline.stack.services import Service
 from pipeline.tokens import Tokens
 from tests.jobs_fixtures import until
+from tests.receiver_payloads import dataset_update
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1234", None])
@@ -49,6 +51,26 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
         pytest.raises(HeadAway, match=r"could not ask the hub at http://127\.0\.0\.1:9 for"),
     ):
         submit_retraining(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts)
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        ({"event": {"action": "explode"}}, "is not the payload of a webhook"),
+        (dataset_update() | {"updatedRefs": []}, "names no commit of refs/heads/main"),
+    ],
+)
+def test_a_payload_that_names_no_commit_is_refused(
+    payload: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    facts = PipelineSettings(name="facts", dataset="local/facts", port=8000)
+    home, settings, hub_url = Home(tmp_path), Settings(), "http://127.0.0.1:9"
+    with open_job_store(settings, home) as store:
+        with pytest.raises(PipelineError, match=reason):
+            submit_retraining(
+                store, home, settings, hub_url=hub_url, pipeline=facts, payload=payload
+            )
+        assert store.list() == []
 
 
 @pytest.mark.parametrize(
