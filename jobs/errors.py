@@ -7,7 +7,7 @@ JobError                   the base class; the message is for a person
 ├── HeadAway               the head of a job's ref cannot be read now; try again later
 ├── NoHead                 a job's ref has no head, so there is nothing to train on
 ├── LaunchError            a command could not be started, or no job can run in the jobs folder
-│   └── SealBroken         the encrypted variables of the job cannot be decrypted
+│   └── SealBroken         encrypted variables cannot be decrypted
 └── StoreError             the database cannot be used
     └── OtherSchema        another version of hotpush wrote the database
 
@@ -76,8 +76,8 @@ class LaunchError(JobError):
 
 
 class SealBroken(LaunchError):
-    """The runner cannot decrypt the secret variables of a job: the runner has no key, or the
-    variables were encrypted with another key."""
+    """The secret variables of a job or of a webhook cannot be decrypted: there is no key, or they
+    were encrypted with another one."""
 
 
 class StoreError(JobError):

@@ -261,7 +261,7 @@ def _signature(job_id: str, attempt: int, key: bytes) -> str:
 
 
 def seal(variables: Mapping[str, str], key: bytes) -> str:
-    """Encrypt the variables of a job, a webhook or a Space. The hub and the runner have the same
+    """Encrypt the variables of a job or a webhook. The hub and the runner have the same
     Fernet key, because the copy of a job that a webhook starts gets the variables of the
     webhook."""
     return Fernet(key).encrypt(json.dumps(dict(variables)).encode()).decode()

@@ -128,10 +128,10 @@ def deploy(
     print(f"{deployed.url} {verb} at {deployed.commit or 'a new commit'} with these files:")
     for name, count in Counter(file.partition("/")[0] for file in deployed.files).items():
         print(f"  {name}" + (f" ({count} files)" if count > 1 else ""))
-    print(f"The secret {space_deploy.SECRET} {verb} set.")
     if endpoint is None:
-        print("The stack's own hub does not run the apps of Spaces.")
+        print("The stack's own hub does not run the apps of Spaces, and keeps no secret of them.")
         return
+    print(f"The secret {space_deploy.SECRET} {verb} set.")
     url = f"{space_deploy.public_address(space)}/webhooks/NAME"
     print(f"Webhooks can post to {url}, where NAME is the name of a function. Create one with:")
     print(

@@ -161,7 +161,8 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
         settings.host,
         settings.port,
         how_to_set_address=(
-            "`--host` and `--port`, or `host` and `port` under [hub] in pipeline.toml"
+            "`host` and `port` under [hub] in pipeline.toml, or PIPELINE_HUB__HOST and "
+            "PIPELINE_HUB__PORT"
         ),
     )
     print(f"hub on {settings.url}", flush=True)

@@ -272,7 +272,8 @@ def sent_token(scope: Scope) -> bytes:
     given: list[bytes] = [value for name, value in scope["headers"] if name == b"authorization"]
     if not given:
         missing = Unauthorized(
-            "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints."
+            "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints. "
+            "In a browser, give any user name, and the token as the password."
         )
         if _OF_A_REPOSITORY.match(scope["path"]):
             missing.code = RepositoryNotFound.code

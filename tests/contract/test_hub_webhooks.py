@@ -85,6 +85,13 @@ def test_what_makes_no_webhook_is_refused(hub: RunningHub, body: object, named: 
     assert "lines" not in answer.text  # the secret
 
 
+def test_secrets_for_a_job_are_refused(hub: RunningHub) -> None:
+    body = {"jobSourceId": "j000001", "watched": WATCHED, "secrets": {"KEY": "v4lue"}}
+    answer = hub.request("POST", "/api/settings/webhooks", json=body)
+    assert answer.status_code == 501 and "v4lue" not in answer.text
+    assert "set the variables there" in answer.json()["error"]
+
+
 def test_a_webhook_is_not_left_without_a_domain(hub: RunningHub) -> None:
     id = hub.api.create_webhook(url="http://x/", watched=WATCHED).id
     with pytest.raises(HfHubHTTPError, match="domains: Tuple should have at least 1 item"):

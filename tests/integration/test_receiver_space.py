@@ -8,9 +8,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from huggingface_hub import metadata_load
+from huggingface_hub import HfApi, metadata_load
 from huggingface_hub.errors import RepositoryNotFoundError
 from typer.testing import CliRunner
 
@@ -108,7 +109,9 @@ def test_a_folder_is_deployed_without_what_must_stay_here(stack: Stack, tmp_path
     (folder / "README.md").write_text("# Mine\n")
     (folder / "requirements.txt").write_text("pandas\n")
     secret_file = ("--secret-file", str(folder / ".env"))
-    deployed = last_json(stack.run("deploy", "ada/mine", str(folder), *secret_file, "--json"))
+    with patch.object(HfApi, "add_space_secret") as add_secret:
+        deployed = last_json(stack.run("deploy", "ada/mine", str(folder), *secret_file, "--json"))
+    assert add_secret.call_args.args == ("ada/mine", "WEBHOOK_SECRET", "own-s3cret")
     assert deployed["files"] == ["README.md", "app.py", "requirements.txt"]
     api = stack.hub.api
     read = api.hf_hub_download("ada/mine", "README.md", repo_type="space", local_dir=tmp_path / "a")

@@ -209,8 +209,8 @@ def commit_to_branch(
     ref, head = find_branch(repository, revision)
     if ref.startswith(PULL_REQUEST_PREFIX) and ref not in open_bases(log.database, repository):
         raise Conflict(
-            f"The pull request of {ref} is merged or closed, so it takes no more commits: open "
-            "another one."
+            f"The pull request of {ref} is merged or closed, so it takes no commits: reopen it if "
+            "it is closed, or open another one."
         )
     sha = make_commit(repository, ref, head, body, identity.signature)
     return sha, () if sha == head else record_ref_changes(repository, log), None

@@ -123,9 +123,8 @@ def sign(key: bytes, method: str, path: str, size: int) -> str:
 def _signed(request: Request, hub: HubOf, repository_id: str) -> tuple[LargeFiles, int]:
     """The large files of the repository, and the signed size. Raises Forbidden if the URL is not
     valid, and RepositoryNotFound if the repository does not exist any more."""
-    method = "GET" if request.method == "HEAD" else request.method
     size, signature = (request.query_params.get(name, "") for name in ("size", "signature"))
-    if not _is_granted(hub, signature, method, request.scope["path"], size):
+    if not _is_granted(hub, signature, request.method, request.scope["path"], size):
         raise Forbidden(
             "The signature of this URL is wrong, or it has expired: ask the batch route of Git LFS "
             "for a new URL."

@@ -88,8 +88,8 @@ def create(
     name = _new_name(hub, body.type, body.organization, body.name)
     if body.secrets or body.variables:
         raise NotSupported(
-            "A new Space with secrets or variables: not supported by this hub. Create the Space, "
-            "then add its secrets with `hf spaces secrets add`."
+            "A new Space with secrets or variables: not supported by this hub, which runs no "
+            "Space. Create the Space without them."
         )
     # Git works before the transaction, because no push can be stored during it.
     with hub.repositories.prepared(name) as prepared:
@@ -163,7 +163,7 @@ def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> R
 
 
 @router.post(f"{API}/secrets")
-def put_secret(hub: HubOf, identity: Writer, space: Locked) -> None:
+def put_secret(hub: HubOf, identity: Writer, space: Locked) -> JSONResponse:
     """Takes a secret of a Space, and does not even read it: no program on this hub could use it.
     Like the Hugging Face Hub, stores an event of the scope `repo.config`."""
     identity.require_person("secrets of a Space")
@@ -172,6 +172,8 @@ def put_secret(hub: HubOf, identity: Writer, space: Locked) -> None:
     config = Event(action="update", scope="repo.config", more={"updatedConfig": {"private": True}})
     with hub.database.write() as connection:
         hub.log.record(connection, space, config)
+    told = client_warning("secret", ["this hub runs no Space, and keeps no secret of one"])
+    return JSONResponse(None, headers=told)
 
 
 @router.get(f"{API}/refs")
