@@ -90,8 +90,8 @@ class Job:
     spec: JobSpec
     payload: dict[str, Any] | None
     """The payload that a hub would send if somebody pushed the commit that the job is for. Before
-    the job has this commit, it is the payload of the last delivery. If a handler of the receiver
-    launched the job, it is the payload that the handler gave. None if the job has no payload."""
+    the job has this commit, it is the payload of the last delivery. If a handler of
+    the receiver or a person gave one, it is that payload. None if the job has no payload."""
     outcome: JobOutcome | None
     """How the job ended. None while the job has not ended, and for a job whose command exited with
     0 and wrote no outcome."""

@@ -315,7 +315,8 @@ def write_settings_copy(home: Home) -> None:
     settings file has changed. If there is no settings file, the copy is empty."""
     file = settings_file()
     # A process of an earlier stack may read the copy now. Settings may contain passwords.
-    write_by_rename(home.settings_copy, file.read_text() if file.exists() else "", mode=0o600)
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    write_by_rename(home.settings_copy, text, mode=0o600)
 
 
 def no_settings_file() -> PipelineError:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import threading
 import time
@@ -34,7 +35,7 @@ def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS)
             f"Port {port} on {host} is in use by another program: stop that program, or choose"
             " another port."
             if error.errno == errno.EADDRINUSE
-            else f"Cannot listen on {host}:{port}: {error.strerror}."
+            else f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}."
         )
         raise AddressUnavailable(f"{reason} Set the address with {how_to_set_address}.") from error
 

@@ -157,10 +157,9 @@ class PublicUrl:
             start_new_session=True,
         ) as process:
             self._process = process
-            timer: threading.Timer | None = None
+            timer = threading.Timer(START_SECONDS, _end, [process])
+            timer.daemon = True
             try:
-                timer = threading.Timer(START_SECONDS, _end, [process])
-                timer.daemon = True
                 timer.start()
                 if self._is_closing.is_set():  # `close` may not have seen the process
                     _end(process)
@@ -173,8 +172,7 @@ class PublicUrl:
                         timer.cancel()
                         self._use(url)
             finally:
-                if timer is not None:
-                    timer.cancel()
+                timer.cancel()
                 self._process = None
                 _end(process)
                 self._last_output = " | ".join(lines)

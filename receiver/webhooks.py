@@ -231,7 +231,12 @@ def call_hub(
             params=query,
         )
         hf_raise_for_status(response)
-        return response.json() if response.content and method != "DELETE" else None
+        if not response.content or method == "DELETE":
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise WebhookApiError(f"The answer of {hub} is not JSON: {error}") from error
 
 
 @contextmanager
@@ -239,7 +244,7 @@ def hub_errors(hub: str, what: str) -> Iterator[None]:
     """Turn the errors of `huggingface_hub` into errors of this module. `what` says what was asked
     of the hub."""
     import httpx2
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         yield
@@ -247,7 +252,7 @@ def hub_errors(hub: str, what: str) -> Iterator[None]:
         status, reason = error.response.status_code, error.server_message or str(error)
         if status in (401, 403):
             raise NotAllowed(
-                f"The hub refused the token ({status} to {what}: {reason})."
+                f"{hub} refused the token ({status} to {what}: {reason})."
                 " Set `HF_TOKEN` to a token that may do this."
             ) from error
         kind = WebhookNotFound if status == 404 else WebhookApiError
@@ -257,8 +262,6 @@ def hub_errors(hub: str, what: str) -> Iterator[None]:
             f"The hub at {hub} cannot be reached ({error}). Start the hub, or correct `HF_ENDPOINT`"
             " or `endpoint`."
         ) from error
-    except (OfflineModeIsEnabled, HFValidationError) as error:
-        # `HF_HUB_OFFLINE` is set, or a name is not valid. The message says so.
+    except (OfflineModeIsEnabled, ValueError) as error:
+        # `HF_HUB_OFFLINE` is set, or a name or a README is not valid. The message says so.
         raise WebhookApiError(str(error)) from error
-    except ValueError as error:
-        raise WebhookApiError(f"The answer of {hub} is not JSON: {error}") from error

@@ -1,6 +1,7 @@
 """Builds the web application that serves one pipeline, and runs it on its port."""
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -311,6 +312,6 @@ def bind(settings: ServingSettings) -> socket.socket:
         raise ServingError(f"no address was found for {settings.host}: {error}") from None
     except OSError as error:
         raise ServingError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another "
-            "port with --port or [serving] port"
+            f"cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}; "
+            "choose another `port` under [serving] or [[pipelines]]"
         ) from None

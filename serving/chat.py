@@ -61,7 +61,7 @@ class Function(Part, extra="allow"):
 
 
 class Tool(Part, extra="allow"):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -251,7 +251,7 @@ def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
         # are not an error: all later requests of the conversation contain the same call, so they
         # would all be refused.
         conversation = normalise(request.messages, tools, must_be_readable=False)
-        text = template.render(conversation, **options)
+        text = template.render(conversation, **{**options, "add_generation_prompt": True})
     except ConversationError as error:
         raise invalid("messages", str(error)) from None
     except ChatTemplateError as error:

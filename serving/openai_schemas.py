@@ -173,6 +173,7 @@ class StructuredOutputs(Part):
     whitespace_pattern: str | None = None
     """A regular expression for the whitespace between the values of JSON."""
     disable_additional_properties: Literal[False] = False
+    structural_tag: None = None
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:

@@ -230,7 +230,9 @@ def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate |
         raise ReleaseError(f"{path.name}: not UTF-8 text: {error}") from None
     if isinstance(source, list):
         named = [each for each in source if isinstance(each, dict)]
-        source = next((each["template"] for each in named if each.get("name") == "default"), None)
+        source = next(
+            (each.get("template") for each in named if each.get("name") == "default"), None
+        )
     if not isinstance(source, str):
         return None
     special = {

@@ -31,6 +31,7 @@ from serving.weights.atomic_file import REPLACING, atomic_file
 
 logger = logging.getLogger(__name__)
 
+_FAILED = "failed-"
 FULL_ROUND = 3
 """The number of the last round of a delta (a training of the served weights on the changed rows).
 If the gate refuses the delta's weights, this round is a full training, from the base model."""
@@ -191,20 +192,22 @@ def process_group(number: int, count: int, place: str) -> Iterator[None]:
 def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
     """Call `work(given)` in `count` processes, which form a group.
 
-    If one process ends too early, the others are ended too. Raises the TrainError of the first
-    process that failed. If it was killed or failed otherwise, raises TemporaryError: the next
-    attempt of the job continues from the last checkpoint.
+    If one process ends too early, the others are ended too. Raises TrainError if one of them did.
+    If a process was killed or failed otherwise, raises TemporaryError: the next attempt of the job
+    continues from the last checkpoint.
     """
     from torch.multiprocessing.spawn import ProcessException, spawn
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            told = count, f"file://{folder}/group", os.getpid(), work, given
+            told = count, Path(folder), os.getpid(), work, given
             spawn(_member, told, count)  # type: ignore[no-untyped-call]
         except ProcessException as error:
-            *_, reason = str(error).partition("TrainError: ")
-            if reason:
-                raise TrainError(reason.strip()) from error
+            # The process that ended first need not be the one that failed first: the others lose
+            # their connection to it.
+            for reason in Path(folder).glob(f"{_FAILED}*"):
+                raise TrainError(reason.read_text()) from error
+            logger.error("%s", error)
             last = str(error).strip().splitlines()[-1]
             raise TemporaryError(
                 f"one of {count} training processes ended too early ({last}); see the job's log"
@@ -212,11 +215,16 @@ def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
 
 
 def _member(
-    number: int, count: int, place: str, job: int, work: Callable[[bytes], None], given: bytes
+    number: int, count: int, folder: Path, job: int, work: Callable[[bytes], None], given: bytes
 ) -> None:
-    """job: the pid of the process that started the group. If it ends, this process ends too."""
+    """folder: where the processes meet, and where one leaves the text of its TrainError. job: the
+    pid of the process that started the group. If it ends, this process ends too."""
     die_with_parent(job)
     if torch.cuda.is_available():
         torch.cuda.set_device(number)
-    with process_group(number, count, place):
-        work(given)
+    with process_group(number, count, f"file://{folder}/group"):
+        try:
+            work(given)
+        except TrainError as error:
+            (folder / f"{_FAILED}{number}").write_text(str(error))
+            raise

@@ -42,6 +42,11 @@ from serving.weights.verify import verify_release
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 60.0
+"""How long to keep asking if the hub does not answer. A hub that was killed and restarted answers
+again within this time."""
+RETRY_SECONDS = 1.0
+
 Record = TypeVar("Record", bound=BaseModel)
 
 SNAPSHOT = "snapshot.json"
@@ -376,10 +381,20 @@ def take_snapshot(
 ) -> DatasetSnapshot:
     """Download the revision to train on, and the revision that the parent release was trained on.
 
-    sha: the commit to train on, or None for the newest commit of `ref`. Raises SnapshotError.
+    sha: the commit to train on, or None for the newest commit of `ref`. Raises SnapshotError. If
+    the hub does not answer, it is asked again for PATIENCE_SECONDS before this error is raised.
     """
-    revision = hub.download(sha or hub.head(ref))
-    base, no_delta = _base(hub, revision, parent)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            revision = hub.download(sha or hub.head(ref))
+            base, no_delta = _base(hub, revision, parent)
+            break
+        except HubAway as error:
+            if time.monotonic() >= deadline:
+                raise
+            logger.warning("%s; asking again", error)
+            time.sleep(RETRY_SECONDS)
     return DatasetSnapshot(
         revision=revision,
         base=base,

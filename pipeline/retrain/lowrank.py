@@ -21,6 +21,7 @@ sequences of the plan hold these ids instead of token ids, and the table replace
 training step then computes only the upper layers. The code of the step needs no change.
 """
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +32,8 @@ from typing import Any
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -101,13 +102,9 @@ class LowRank(nn.Module):
 @contextmanager
 def low_rank(model: PreTrainedModel, plan: TrainingPlan, rank: int) -> Iterator[None]:
     """Inside, the layers that `chosen_layers` returns have matrices of `rank`, and nothing else in
-    `model` can be trained. At the end, the matrices are merged into the weights of the layers. With
-    rank 0, `model` is not changed, and all its weights are trained.
+    `model` can be trained. At the end, the matrices are merged into the weights of the layers.
 
     If the training fails, the matrices stay in `model`, because nobody uses it any more."""
-    if rank == 0:
-        yield
-        return
     layers = chosen_layers(model)
     rows = _inputs(model, [plan.sequences[i] for i in (*plan.learned, *plan.unlearned)], layers)
     anchors = _inputs(model, [anchor.sequence for anchor in plan.anchors], layers)
@@ -335,18 +332,21 @@ def _fill_anchored(
 ) -> None:
     """`_fill` for the anchors. What it writes is read from `cache_dir` if an earlier job has
     computed it with the same lower layers. Otherwise it is saved there."""
-    digest = blake3(json.dumps([each.labels for each in anchors]).encode())
+    asked = json.dumps([each.labels for each in anchors]).encode()
+    path = cache_dir / f"trunk-{blake3(asked).hexdigest()[:16]}.safetensors"
+    weights = blake3()
     for module in (model.get_input_embeddings(), *layers[: num_frozen(layers)]):
         for tensor in module.state_dict().values():
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
-    path = cache_dir / f"trunk-{digest.hexdigest()[:16]}.safetensors"
-    try:
-        table.copy_(load_file(path)["table"])
-    except (FileNotFoundError, SafetensorError):
-        _fill(table, model, layers, token_ids, anchors)
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as out:
-            out.write(save({"table": table.cpu()}))
+            weights.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    described = {"weights": weights.hexdigest()}
+    with contextlib.suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
+        if file.metadata() == described:
+            table.copy_(file.get_tensor("table"))
+            return
+    _fill(table, model, layers, token_ids, anchors)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as out:
+        out.write(save({"table": table.cpu()}, described))
 
 
 def _fill(

@@ -1,10 +1,10 @@
 """Runs a retraining job, stage by stage: snapshot → data → measure → train → evaluate → export →
 promote.
 
-Most stages leave a record in the job's folder. A restarted job skips the stages that are done,
-according to the records. Environment variables describe the job: `JOB_DIR` (the folder with
-`spec.json`), `JOB_ID`, `HF_ENDPOINT` and `HF_TOKEN` (the hub), and `PIPELINE_SERVER_URL` and
-`PIPELINE_ADMIN_TOKEN` (the server).
+Most stages leave a record in the job's folder. A restarted job does not download or train again
+what the records show as done; it measures again. Environment variables describe the job: `JOB_DIR`
+(the folder with `spec.json`), `JOB_ID`, `HF_ENDPOINT` and `HF_TOKEN` (the hub), and
+`PIPELINE_SERVER_URL` and `PIPELINE_ADMIN_TOKEN` (the server).
 """
 
 import logging

@@ -19,7 +19,7 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
 
 
 NOWHERE = "sqlite://"
-"""The location of a store that is only in memory."""
+"""The location of a store that is only in memory. Use it only in the thread that opened it."""
 
 
 def reading_jobs(settings: Settings, home: Home) -> JobStore:

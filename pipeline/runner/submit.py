@@ -321,7 +321,10 @@ def _pushed_commit(payload: dict[str, Any], ref: str) -> str:
     try:
         refs = WebhookPayload.model_validate(payload).updatedRefs or ()
     except ValidationError as error:
-        raise PipelineError(f"--payload is not the payload of a webhook: {error}") from None
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]
+        )
+        raise PipelineError(f"--payload is not the payload of a webhook: {faults}") from None
     commit = next((each.newSha for each in refs if each.ref == ref), None)
     if commit is None:
         raise PipelineError(f"--payload names no commit of {ref}; use --revision instead")

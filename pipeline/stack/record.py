@@ -80,7 +80,7 @@ def stale_settings(home: Home) -> str | None:
 
 def _values_in(file: Path) -> dict[str, Any] | None:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

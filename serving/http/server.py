@@ -58,9 +58,9 @@ FREE_BYTES = 64 * 1024
 """The first bytes of each body do not count towards the limit. So a small request is accepted even
 while a few clients use up the limit with large bodies that they never finish."""
 
-MAX_COMMAS = 2**19
-"""While a body is parsed, even in a thread, no other thread can run, so every stream pauses: 50 ms
-for so many values, and half a second for as many as fit into 8 MiB."""
+MAX_COMMAS = 2**18
+"""While a body is parsed and checked, every stream pauses: about 50 ms for so many values, and a
+second for as many as fit into 8 MiB."""
 
 _NUM_LARGE = 8
 """How many bodies of the largest size may be in memory at once."""
@@ -264,7 +264,8 @@ def _answer_at_stop(app: ASGIApp) -> ASGIApp:
                 status_code=503,
                 headers={"Retry-After": "1"},
             )
-            with contextlib.suppress(RuntimeError):  # the answer has begun
+            # The answer has begun, or the client does not read it.
+            with contextlib.suppress(RuntimeError, asyncio.CancelledError):
                 await stopped(scope, receive, send)
 
     return answer

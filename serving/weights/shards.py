@@ -20,7 +20,7 @@ DTYPES = {
     torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.uint16, torch.int16, torch.float16, torch.bfloat16,
     torch.uint32, torch.int32, torch.float32,
-    torch.uint64, torch.int64, torch.float64, torch.complex64,
+    torch.uint64, torch.int64, torch.float64,
 }  # fmt: skip
 """What a shard can store."""
 

@@ -24,9 +24,8 @@ from serving.weights.release_store import load_release
 _DIGEST_CHARS = len("sha256:") + 12
 
 
-def verify_release(folder: Path, release: Release | None = None) -> tuple[str, ...]:
+def verify_release(folder: Path) -> tuple[str, ...]:
     """The reasons not to serve the release in `folder`; empty if the folder matches its manifest.
-    `release` is the manifest, if the caller has already read it.
 
     Runs `verify_layout` and, if it finds no fault, `verify_shards`. If the release is undamaged,
     the two functions together read each shard in full only once (and the header of a safetensors
@@ -34,7 +33,7 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
     too many open files.
     """
     try:
-        release = release or load_release(folder)
+        release = load_release(folder)
         return verify_layout(folder, release) or verify_shards(folder, release)
     except ReleaseError as error:
         return error.reasons
@@ -63,8 +62,8 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     compared with the config: `check_network` did so before the release was published, and the
     engine (the part of the server that computes tokens) does so when it loads the release.
 
-    Some engines check the digest of each tensor themselves when they read the tensor. For such an
-    engine, this function is enough, and `verify_shards` need not run.
+    The engines check the digest of each tensor when they read the tensor, so this function is
+    enough for a swap. vLLM reads the files itself when it starts, so `verify_shards` runs before.
     """
     reasons = _check_files(folder, release)
     if not reasons:

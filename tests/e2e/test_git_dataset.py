@@ -17,6 +17,7 @@ from tests.hub_fixtures import RunningHub, running_hub
 from tests.receiver_payloads import (
     GITEA_PUSH,
     GITHUB_PUSH,
+    GITLAB_PUSH,
     ZEROS,
     body_of,
     hmac_hex,
@@ -118,6 +119,23 @@ def test_a_push_to_a_repository_elsewhere_is_served(
         job = promoted(workplace, answer, newer)
         assert job["spec"]["revisions"]["old_sha"] == sha
         assert job["outcome"]["counts"]["changed"] == 10
+
+        project = {**GITLAB_PUSH["project"], "git_http_url": url, "default_branch": "main"}
+        same = httpx.post(
+            f"{retrain}/gitlab",
+            content=body_of({**GITLAB_PUSH, **pushed, "project": project}),
+            headers={
+                "X-Gitlab-Event": "Push Hook",
+                "X-Gitlab-Event-UUID": "g1",
+                "X-Gitlab-Token": secret,
+            },
+        )
+        assert same.status_code == 200, same.text
+        told_again = workplace.json("jobs", "wait", same.json()["job"], "--json")
+        assert told_again["outcome"]["result"] == "unchanged"
+        assert job["id"] in told_again["outcome"]["reason"], (
+            "it is trained once, whoever tells of it"
+        )
 
 
 def promoted(workplace: Workplace, answer: httpx.Response, sha: str) -> Any:

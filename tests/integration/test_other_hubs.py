@@ -119,7 +119,7 @@ def test_what_the_user_must_do_is_said(
     )
     settings = following(elsewhere.url, "answers")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "The hub refused the token (401" in line(settings)
+    assert " refused the token (401" in line(settings)
     assert by_hand in line(settings)
     monkeypatch.setenv("HF_TOKEN", tokens.hub)  # as in a shell after `eval "$(pipeline env)"`
     assert f"no token for {elsewhere.url}, which has ada/answers; run `hf auth" in line(settings)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain.errors import SnapshotError
-from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.job import RetrainJob, take_snapshot
 from pipeline.retrain.sources import OWN_TOKEN_SOURCE, DatasetHub
 from tests.hub_fixtures import RunningHub, running_hub
 
@@ -78,6 +79,32 @@ def test_without_a_token_none_is_sent(
     monkeypatch.setenv("HF_TOKEN", elsewhere.hub.token)  # as a job has the stack's
     with pytest.raises(SnapshotError, match=r"there is none: set HF_TOKEN .* `hf auth login`"):
         reader(elsewhere, tmp_path, False).head("refs/heads/main")
+
+
+def test_a_hub_that_is_overloaded_is_asked_again(
+    elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_refused = 0
+
+    def refusing(app: ASGIApp) -> ASGIApp:
+        async def overloaded(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal num_refused
+            if scope["type"] == "http" and num_refused < 2 and "/revision/" in scope["path"]:
+                num_refused += 1
+                await send({"type": "http.response.start", "status": 503, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+                return
+            await app(scope, receive, send)
+
+        return overloaded
+
+    monkeypatch.setattr("pipeline.retrain.job.RETRY_SECONDS", 0.01)
+    with running_hub(tmp_path / "hub", around=refusing) as hub:
+        hub.api.create_repo(DATASET, repo_type="dataset")
+        found = DatasetHub(DATASET, tmp_path / "cache", endpoint=hub.url, token=hub.token)
+        taken = take_snapshot(found, "refs/heads/main", None, None)
+        assert num_refused == 2
+        assert taken.revision.sha == hub.api.dataset_info(DATASET).sha
 
 
 @pytest.mark.parametrize("login", [None, "hf_of_the_login"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.agent import Attempt, ForkServer
+from jobs.agent import NICENESS, Attempt, ForkServer
 from jobs.outcome import JobOutcome
 from jobs.process import IS_LINUX, process_here
 from jobs.settings import JobsSettings
@@ -155,8 +155,8 @@ def test_no_process_outlives_the_agent_of_its_job_and_the_training_goes_on(
         until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=240)
         training = processes_of(folder)
         assert len(training) >= 3, "the job, and two that train"
-        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in training} == {7}
-        assert {session_niceness(pid) for pid in training} <= {7, None}
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in training} == {NICENESS}
+        assert {session_niceness(pid) for pid in training} <= {NICENESS, None}
     finally:
         os.kill(agent.pid, signal.SIGKILL)
         store.close()

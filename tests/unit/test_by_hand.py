@@ -56,7 +56,7 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("payload", "reason"),
     [
-        ({"event": {"action": "explode"}}, "is not the payload of a webhook"),
+        ({"event": {"action": "explode"}}, "is not the payload of a webhook: event.scope: "),
         (dataset_update() | {"updatedRefs": []}, "names no commit of refs/heads/main"),
     ],
 )

@@ -67,13 +67,6 @@ def test_a_rank_beyond_what_the_rows_span_is_no_error() -> None:
     assert set(chosen_layers(model)) == NAMES
 
 
-def test_with_rank_zero_all_weights_are_trained() -> None:
-    model = make_model()
-    with low_rank(model, plan_of(rows(8)), 0):
-        assert all(parameter.requires_grad for parameter in model.parameters())
-        assert type(model.get_submodule(min(NAMES))) is torch.nn.Linear
-
-
 def learned(
     folder: Path, start: dict[str, torch.Tensor], **settings: float
 ) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
