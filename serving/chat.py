@@ -240,10 +240,9 @@ def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
         reason = f"the chat template of {live.id} shows none to the model; leave tools out"
         raise invalid("tools", reason, code="no_tools")
     options: dict[str, Any] = {}
-    if request.reasoning_effort is not None:
+    if (effort := request.reasoning_effort) is not None:
         # Some templates know only `enable_thinking`. vLLM sets it in the same way.
-        options["reasoning_effort"] = request.reasoning_effort
-        options["enable_thinking"] = request.reasoning_effort != "none"
+        options = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     options |= request.chat_template_kwargs or {}
     tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
     try:

@@ -8,12 +8,11 @@ admission and the order of a swap.
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
+
+from tokenizers import Tokenizer
 
 from serving.weights.release import Release
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """The smallest logprob that an engine reports, as in vLLM. A token can have the probability 0, but
@@ -72,7 +71,7 @@ class Generation:
     grammar: Grammar | None = None
     """If this is set, a stop token is generated only where the text may end. Where the text is
     complete and nothing can follow, the sequence ends with `stop`, even without a stop token."""
-    tokenizer: "Tokenizer | None" = None
+    tokenizer: Tokenizer | None = None
     """The tokenizer of the release, for which the grammar is compiled. Set if `grammar` is set."""
     num_logprobs: int | None = None
     """How many of the most probable tokens to report for each new token. With 0, only the logprob

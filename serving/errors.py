@@ -10,16 +10,14 @@ ServingError                the command line prints its message in one line
 
 import errno
 
-_TEMPORARY_ERRNOS = frozenset(
-    (
-        errno.ENOSPC,  # a full disk
-        errno.EDQUOT,  # the user's share of the disk is used up
-        errno.EAGAIN,  # too many processes
-        errno.ENOMEM,
-        errno.EMFILE,  # too many open files in this process
-        errno.ENFILE,  # too many open files on the machine
-    )
-)
+_TEMPORARY_ERRNOS = {
+    errno.ENOSPC,  # a full disk
+    errno.EDQUOT,  # the user's share of the disk is used up
+    errno.EAGAIN,  # too many processes
+    errno.ENOMEM,
+    errno.EMFILE,  # too many open files in this process
+    errno.ENFILE,  # too many open files on the machine
+}
 
 
 class ServingError(Exception):

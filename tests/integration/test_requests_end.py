@@ -250,7 +250,7 @@ def test_a_busy_port_says_which_and_what_to_do() -> None:
     with bind(ServingSettings(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ServingError, match=rf"127\.0\.0\.1:{port}: .*--port or \[serving\] port"
+            ServingError, match=rf"127\.0\.0\.1:{port}: .* `port` under \[serving\]"
         ):
             bind(ServingSettings(port=port))
 
