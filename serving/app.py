@@ -304,8 +304,7 @@ def bind(settings: ServingSettings) -> socket.socket:
     try:
         if settings.api_key is None and not is_only_loopback(settings.host):
             raise ServingError(
-                f"other machines can reach {settings.host}; set [serving] api_key, or "
-                "listen on 127.0.0.1"
+                f"others can reach {settings.host}; set [serving] api_key, or listen on 127.0.0.1"
             )
         return listening_socket(settings.host, settings.port)
     except socket.gaierror as error:

@@ -55,9 +55,8 @@ def is_temporary(error: BaseException) -> bool:
     led to `error`."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, NotEnoughSpace | MemoryError):
-            return True
-        if isinstance(cause, OSError) and cause.errno in _TEMPORARY_ERRNOS:
+        is_used_up = isinstance(cause, OSError) and cause.errno in _TEMPORARY_ERRNOS
+        if is_used_up or isinstance(cause, NotEnoughSpace | MemoryError):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
