@@ -183,8 +183,9 @@ def test_an_unexpected_error_names_itself_and_leaves_the_traceback_to_the_log(
 
 
 def test_only_a_failure_that_can_pass_asks_for_another_attempt(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pipeline.retrain.job.PATIENCE_SECONDS", 0.0)
     pipeline = Pipeline(tmp_path, train=SMALL)
     folder = tmp_path / "job"
     folder.mkdir()
