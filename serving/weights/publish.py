@@ -60,12 +60,7 @@ SPARE_BYTES = 64 * 2**20
 job store and the logs need space on the same disk."""
 
 _COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}
-_NOT_COMPANIONS = {
-    RELEASE_FILE,
-    "trainer_state.json",
-    "checkpoint.json",
-    *INDEX_FILES,
-}
+_NOT_COMPANIONS = {RELEASE_FILE, "trainer_state.json", "checkpoint.json", *INDEX_FILES}
 _SOURCES = ((INDEX_FILE, "model.safetensors"), (BIN_INDEX_FILE, "pytorch_model.bin"))
 """Where weights may be, in the order of the search. In each pair, the first name is the name of an
 index file. If this file is missing, the weights may be in a single shard with the second name. A

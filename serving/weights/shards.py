@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from zipfile import is_zipfile
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from serving.errors import ReleaseError, first_line
+from serving.weights.atomic_file import fsync
 from serving.weights.release import FileEntry, Release, TensorEntry, digest_shard
 
 DTYPES = {
@@ -78,10 +80,17 @@ def write_shards(
     )
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
-    for file, names in split.filename_to_tensors.items():
-        _write_shard(folder / file, {name: stored[name] for name in names})
-        files[file], found = digest_shard(folder / file)
-        entries |= found
+    # A shard goes to the disk, and its digests are computed, while the next one is written.
+    with ThreadPoolExecutor(2) as pool:
+        done = []
+        for file, names in split.filename_to_tensors.items():
+            _write_shard(folder / file, {name: stored[name] for name in names})
+            path = folder / file
+            done.append((file, pool.submit(fsync, path), pool.submit(digest_shard, path)))
+        for file, synced, digested in done:
+            synced.result()  # the system tells an error of the disk only once
+            files[file], found = digested.result()
+            entries |= found
     return files, entries, tied
 
 
