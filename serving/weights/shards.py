@@ -45,10 +45,8 @@ def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         if tensor.numel() == 0:
             continue
         place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if place in seen:
-            tied[name] = seen[place]
-        else:
-            seen[place] = name
+        if (first := seen.setdefault(place, name)) != name:
+            tied[name] = first
     return tied
 
 
