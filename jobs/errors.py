@@ -23,16 +23,14 @@ TEMPORARY_FAILURE = 75
 `EX_TEMPFAIL` of sysexits.h. A plain command (a job without a pipeline) may use this code for
 something else. So if a plain command exits with this code, the failure counts as lasting."""
 
-_TEMPORARY_ERRNOS = frozenset(
-    (
-        errno.ENOSPC,  # a full disk
-        errno.EDQUOT,  # the user's share of the disk is used up
-        errno.EAGAIN,  # too many processes
-        errno.ENOMEM,
-        errno.EMFILE,  # too many open files in this process
-        errno.ENFILE,  # too many open files on the machine
-    )
-)
+_TEMPORARY_ERRNOS = {
+    errno.ENOSPC,  # a full disk
+    errno.EDQUOT,  # the user's share of the disk is used up
+    errno.EAGAIN,  # too many processes
+    errno.ENOMEM,
+    errno.EMFILE,  # too many open files in this process
+    errno.ENFILE,  # too many open files on the machine
+}
 
 
 class JobError(Exception):

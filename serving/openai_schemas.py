@@ -225,7 +225,8 @@ def _grammar(kind: GrammarKind, text: str, param: str) -> Grammar:
 
 def _without_unique_items(schema: Any) -> Any:
     """`schema` without the keyword `uniqueItems`, which no engine can check. pydantic writes this
-    keyword for each `set`."""
+    keyword for each `set`. A property or an enum's value of this name goes too if it is a
+    boolean."""
     if isinstance(schema, list):
         return [_without_unique_items(each) for each in schema]
     if not isinstance(schema, dict):
@@ -251,8 +252,8 @@ class StreamOptions(RequestBody):
 
 
 class SamplingRequest(RequestBody):
-    """The fields of both routes. `SAMPLING_FIELDS` are None if the request does not set
-    them; their defaults are in the release's generation_config.json."""
+    """The fields of both routes. `SAMPLING_FIELDS` are None if the request does not set them; their
+    defaults are in the release's generation_config.json."""
 
     unsupported: ClassVar[Mapping[str, object]] = UNSUPPORTED
     is_chat: ClassVar[bool] = False

@@ -32,6 +32,8 @@ from serving.weights.atomic_file import REPLACING, atomic_file
 logger = logging.getLogger(__name__)
 
 _FAILED = "failed-"
+"""The beginning of the files in which the processes of a group leave the texts of their errors."""
+
 FULL_ROUND = 3
 """The number of the last round of a delta (a training of the served weights on the changed rows).
 If the gate refuses the delta's weights, this round is a full training, from the base model."""
@@ -205,7 +207,8 @@ def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
         except ProcessException as error:
             # The process that ended first need not be the one that failed first: the others lose
             # their connection to it.
-            for reason in Path(folder).glob(f"{_FAILED}*"):
+            reason = next(Path(folder).glob(f"{_FAILED}*"), None)
+            if reason is not None:
                 raise TrainError(reason.read_text()) from error
             logger.error("%s", error)
             last = str(error).strip().splitlines()[-1]

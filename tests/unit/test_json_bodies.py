@@ -135,7 +135,7 @@ def test_a_body_is_read_after_the_check_only() -> None:
         assert client.post("/", content=b"", headers=JSON).status_code == 422
 
 
-def test_unique_items_are_left_out_as_a_keyword_only() -> None:
+def test_unique_items_are_left_out_as_a_keyword() -> None:
     own = {"type": "boolean"}
     schema = {
         "type": "object",
