@@ -102,6 +102,9 @@ def test_a_full_disk_keeps_the_old_release_and_what_was_pushed(stack: StackUnder
 
 
 def test_a_folder_that_became_read_only_keeps_the_old_release(stack: StackUnderFire) -> None:
+    # Wait until the checkpoints of the first job are gone. While the folder is read-only, they
+    # cannot be removed, and the runner tries once.
+    checks.check(stack)
     before = answers(stack)
     mount_or_skip("--bind", str(stack.home), str(stack.home))
     try:
