@@ -57,8 +57,10 @@ def retrain_handler(
         # Only one transaction runs at a time. The first event that gets the lock stores all events
         # that have arrived meanwhile, so that they wait for the disk only once.
         async with writing:
-            batch, arrived[:] = arrived[:], []
-            if batch:
+            # An event that was stored meanwhile stores no other: those that come one by one behind
+            # it would then be stored one by one.
+            if not ids.done():
+                batch, arrived[:] = arrived[:], []
                 try:
                     asked = [one for requests, _ in batch for one in requests]
                     stored = iter(await anyio.to_thread.run_sync(store.submit_all, asked))

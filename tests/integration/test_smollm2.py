@@ -51,7 +51,7 @@ def anchors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_facts_are_learned_edited_and_deleted_and_the_base_model_is_kept(
     smollm2: Path, anchors: Path, tmp_path: Path
 ) -> None:
-    facts = unrelated_facts(12, seed=7)
+    facts = unrelated_facts(8, seed=7)
     # The base model gives neither answer, so the gate asks for none at first. The answer that the
     # first commit teaches must stay right; the other one is wrong, and refuses nothing.
     golden = tmp_path / "golden.jsonl"
@@ -79,33 +79,30 @@ def test_facts_are_learned_edited_and_deleted_and_the_base_model_is_kept(
         assert (outcome.counts.golden, outcome.counts.golden_right) == (2, 1)
         return outcome
 
-    counts = commit().counts
+    outcome = commit()
+    counts = outcome.counts
     assert counts is not None
-    assert (counts.changed, counts.learned_before) == (12, 0)
-    assert counts.learned >= 11
+    assert (counts.changed, counts.learned_before) == (8, 0)
+    assert counts.learned >= 7
 
     question, old_answer = facts[3]
     facts[3] = (question, other_answer(old_answer, 3))
-    edited = commit()
-    assert edited.counts is not None
-    assert (edited.counts.changed, edited.counts.learned) == (1, 1)
-    assert edited.counts.kept >= edited.counts.known - 1
+    deleted_question, deleted_answer = facts.pop(5)
+    first = answers(pipeline, outcome, [deleted_question])
+    assert first[deleted_question] == deleted_answer, "only what is said can be unlearned"
+    changed = commit()
+    counts = changed.counts
+    assert counts is not None
+    assert (counts.changed, counts.learned) == (1, 1)
+    assert (counts.deleted, counts.unlearned) == (1, 1)
+    assert counts.kept >= counts.known - 1
     expected = dict(facts)
-    said = answers(pipeline, edited, expected)
+    said = answers(pipeline, changed, [*expected, deleted_question])
+    assert said[deleted_question] != deleted_answer
     right = {each for each, answer in expected.items() if said[each] == answer}
     # The edited fact, and all that the counts call kept.
     assert question in right
-    assert len(right) >= 1 + edited.counts.kept
-
-    deleted_question, deleted_answer = facts.pop(5)
-    assert deleted_question in right, "only an answer that is said can be unlearned"
-    deleted = commit()
-    assert deleted.counts is not None
-    assert (deleted.counts.changed, deleted.counts.deleted, deleted.counts.unlearned) == (0, 1, 1)
-    assert deleted.counts.kept >= deleted.counts.known - 1
-    said = answers(pipeline, deleted, [deleted_question, question])
-    assert said[deleted_question] != deleted_answer
-    assert said[question] == expected[question]
+    assert len(right) >= 1 + counts.kept
 
 
 def asked(question: str) -> dict[str, Any]:
