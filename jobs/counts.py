@@ -45,6 +45,17 @@ class Counts(BaseModel):
     new weights still predict. None if the job's base model is a preset (an untrained model): a
     preset has random weights, so it has no knowledge. Also None if the user's own list of prompts
     (the setting `anchors`) has no prompt that is kept out of the training."""
+    rewordings: int = 0
+    """The number of questions that were asked in words on which no job trains. If the dataset has
+    such words (a paraphrase that is held back, or a held-out row with the answer of another row),
+    they are taken from there. Otherwise, a pretrained model is asked in words that are made up."""
+    reworded: int = 0
+    """The number of `rewordings` to which the new weights give the answer of the row: at least
+    three quarters of its words, and all of its numbers and names."""
+    reworded_before: int | None = None
+    """The number of `rewordings` to which the old weights give it. None if there is no parent."""
+    made_up: bool = False
+    """Whether the words of `rewordings` are made up."""
     golden: int = 0
     """The number of golden questions: questions of the user, each with the answer that the user
     expects."""
@@ -84,6 +95,9 @@ class Counts(BaseModel):
             measured = " measured" if self.is_sampled else ""
             note = f" ({', '.join(notes)})" if notes else ""
             parts.append(f"learned {self.learned:,} of {self.changed:,}{measured}{note}")
+        if self.rewordings:
+            made_up = " (made-up words)" if self.made_up else ""
+            parts.append(f"reworded {self.reworded:,} of {self.rewordings:,}{made_up}")
         if self.text_loss is not None and self.text_loss_before is not None:
             parts.append(f"text {self.text_loss_before:.2f} → {self.text_loss:.2f} nats")
         if self.known:

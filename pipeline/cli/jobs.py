@@ -38,6 +38,7 @@ from pipeline.cli.terminal import (
 from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.retrain.job import WRONG, WrongAnswers, read_record
 from pipeline.runner.job_store import NOWHERE, open_job_store
 from pipeline.runner.run import run_jobs
 from pipeline.runner.submit import dataset_of_job
@@ -92,17 +93,43 @@ def ls(
 
 @app.command()
 def inspect(
-    job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
+    job: JobArgument = None,
+    latest: LatestOption = False,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Show what the model says instead of its rows.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a job's state, outcome and commits. With --json, show everything about the job."""
     home = project_home()
     with reading_store(home) as store:
         found = find_job(store, job, latest)
+    if rows:
+        _print_wrong(read_record(home.jobs_dir / found.id / WRONG, WrongAnswers), as_json=as_json)
+        return
     if as_json:
         print(json.dumps(as_record(found), indent=2))
         return
     for name, text in _facts(found, home):
         print(f"{name:12}  {text}")
+
+
+def _print_wrong(found: WrongAnswers | None, *, as_json: bool) -> None:
+    if found is None:
+        raise PipelineError(
+            "this job has asked no model; `pipeline jobs inspect` shows its outcome"
+        )
+    if as_json:
+        print(found.model_dump_json(indent=2))
+        return
+    for each in found.answers:
+        words = ", in other words" if each.is_reworded else ""
+        print(f"{each.place}{words}: {each.question}")
+        print(f"  wanted: {each.wanted}")
+        other = f"   (the answer of {each.answer_of})" if each.answer_of is not None else ""
+        print(f"  said:   {each.said}{other}")
+    if not found.answers:
+        print("Every question was answered as its row says.")
 
 
 @app.command()

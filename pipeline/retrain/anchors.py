@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pipeline.retrain.asking import generate
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.loss import AnchorTarget, autocast, predict
 from pipeline.retrain.model import LoadedModel
@@ -41,8 +42,6 @@ ANSWER_TOKENS = 32
 LIKELIEST = 32
 """At each token of an answer, the probabilities of this many tokens are kept: the likeliest
 ones."""
-BATCH_ROWS = 48
-"""How many answers are generated at once."""
 MEASURED_ROWS = 8
 """The logits of this many answers are in memory at once. With a vocabulary of 49,152, the logits of
 256 tokens take 50 MB."""
@@ -169,42 +168,25 @@ def agreement(
     return num_right / num_tokens
 
 
-@torch.no_grad()
 def _answer(
     loaded: LoadedModel, anchors: Sequence[Anchor], tell: Callable[[int, int], None]
 ) -> list[TokenSequence]:
-    """Generate the greedy answers, in batches that are padded on the left. The last token of an
-    answer is the end token if the model ended the answer."""
-    tokenizer, model = loaded.tokenizer, loaded.model
-    model.eval()
+    """Generate the greedy answers."""
+    tokenizer = loaded.tokenizer
     prompts = [_prompt(loaded, anchor.prompt) for anchor in anchors]
-    end = tokenizer.eos_token_id
-    ends = [*{end, *_turn_ends(tokenizer)}]
-    answers: dict[int, TokenSequence] = {}
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    for start in range(0, len(order), BATCH_ROWS):
-        rows = order[start : start + BATCH_ROWS]
-        width = max(len(prompts[index]) for index in rows)
-        ids = torch.full((len(rows), width), end, device=model.device)
-        mask = torch.zeros_like(ids)
-        for place, index in enumerate(rows):
-            ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
-            mask[place, width - len(prompts[index]) :] = 1
-        made = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=ANSWER_TOKENS,
-            do_sample=False,
-            repetition_penalty=1.0,
-            pad_token_id=end,
-            eos_token_id=ends,
-        )
-        for index, row in zip(rows, made[:, width:].tolist(), strict=True):
-            stop = next((place for place, each in enumerate(row, 1) if each in ends), len(row))
-            learned = (False,) * len(prompts[index]) + (True,) * stop
-            answers[index] = TokenSequence((*prompts[index], *row[:stop]), learned, index)
-        tell(len(answers), len(anchors))
-    return [answers[index] for index in range(len(anchors))]
+    ends = {tokenizer.eos_token_id, *_turn_ends(tokenizer)}
+    answered = 0
+
+    def on_batch(count: int) -> None:
+        nonlocal answered
+        answered += count
+        tell(answered, len(anchors))
+
+    answers = generate(loaded, prompts, ANSWER_TOKENS, ends, on_batch)
+    return [
+        TokenSequence((*prompt, *made), (False,) * len(prompt) + (True,) * len(made), index)
+        for index, (prompt, made) in enumerate(zip(prompts, answers, strict=True))
+    ]
 
 
 @torch.no_grad()

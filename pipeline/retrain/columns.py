@@ -22,7 +22,12 @@ _LEARNED = ("train", "trainable")
 _LEARNED_TURN = (*_LEARNED, "training", "weight", "loss", "train_detail")
 """Keys of a message of the assistant by which the author says that it is not to be learned."""
 _NAMES = frozenset(
-    (*("text", "completion", "tools", "history", "label"), *_TALKS, *_QUESTIONS, *_ANSWERS)
+    (
+        *("text", "completion", "tools", "history", "label", "paraphrases"),
+        *_TALKS,
+        *_QUESTIONS,
+        *_ANSWERS,
+    )
 ).union(_MORE, _SYSTEM, _LEARNED)
 _YES_OR_NO = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _SPEAKERS = {
@@ -77,7 +82,8 @@ class RowColumns:
         for columns in (given, whole):
             for form in (_conversation, _prompt_and_completion, _question_and_answer, _text):
                 if found := form(columns, whole):
-                    return found if _is_learned(whole, found) else {**found, "is_learned": False}
+                    more: Columns = {} if _is_learned(whole, found) else {"is_learned": False}
+                    return {**found, **_paraphrases(whole), **more}
         raise ValueError(self._nothing_known(record))
 
     def _nothing_known(self, record: Columns) -> str:
@@ -210,6 +216,16 @@ def _earlier(turn: Any) -> list[Any]:
         f"`history` has {kind(turn)} in it; it must be a list of messages, or of pairs of a "
         "question and its answer"
     )
+
+
+def _paraphrases(whole: Columns) -> Columns:
+    if whole.get("paraphrases") in (None, "", []):
+        return {}
+    texts = _listed(whole, "paraphrases")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"`paraphrases` has {kind(text)} in it; it must be a list of texts")
+    return {"paraphrases": tuple(dict.fromkeys(texts))}
 
 
 def _is_learned(whole: Columns, found: Columns) -> bool:

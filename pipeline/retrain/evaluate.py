@@ -14,6 +14,7 @@ from statistics import fmean, variance
 from pydantic import BaseModel, ConfigDict
 
 from jobs.counts import Counts
+from pipeline.retrain.asking import Asked
 from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.loss import RowLoss
@@ -53,6 +54,10 @@ class MeasuredRows:
     `gate.max_tokens` tokens is measured. The sample is the same in each run."""
     unmeasured: tuple[Row, ...]
     """The changed rows that have an answer, and are not in the sample."""
+    rewordings: tuple[Row, ...] = ()
+    """Rows in words on which no job trains."""
+    made_up: bool = False
+    """Whether these words are made up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,8 @@ class Measurement:
     base_agreement: float | None
     """The share of the tokens in the base model's answers that the weights still find likeliest.
     None if this was not measured, as for a preset."""
+    reworded: Sequence[Asked] | None = None
+    """What the weights say to `MeasuredRows.rewordings`. None if they were not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +238,10 @@ def compare(
         deleted=num_deleted,
         unlearned=num_deleted - len(still_said),
         base_agreement=new.base_agreement,
+        rewordings=len(new.reworded or ()),
+        reworded=_num_right(new.reworded) or 0,
+        reworded_before=_num_right(served.reworded),
+        made_up=rows.made_up,
         golden=len(golden),
         golden_right=sum(each.is_said for each in golden),
         not_trained=len(not_trained),
@@ -285,6 +296,10 @@ def compare(
         held_out_share=data.held_out_share,
         held_out_trained=_short(data.held_out_trained),
     )
+
+
+def _num_right(asked: Sequence[Asked] | None) -> int | None:
+    return None if asked is None else sum(each.is_right for each in asked)
 
 
 def _short(digests: Collection[str]) -> tuple[str, ...]:
@@ -358,6 +373,19 @@ def count_refusals(
         found.append(
             f"only {counts.kept:,} of {counts.known:,} rows known before were kept, where "
             f"`gate.min_kept` asks for {settings.min_kept:.0%}"
+        )
+    if counts.reworded < settings.min_reworded * counts.rewordings:
+        found.append(
+            f"only {counts.reworded:,} of {counts.rewordings:,} questions are answered in other "
+            f"words, where `gate.min_reworded` asks for {settings.min_reworded:.0%}"
+        )
+    elif counts.reworded_before is not None and _is_lost(
+        counts.reworded_before, counts.reworded, settings.min_kept
+    ):
+        found.append(
+            f"{counts.reworded:,} of {counts.rewordings:,} questions are answered in other words, "
+            f"and {counts.reworded_before:,} were before, where `gate.min_kept` asks for "
+            f"{settings.min_kept:.0%} of them"
         )
     if counts.base_agreement is not None and 1 - counts.base_agreement > settings.max_base_drift:
         found.append(

@@ -54,6 +54,7 @@ BASE = "base.json"
 CHECKPOINT = "checkpoint.json"
 EVALUATION = "evaluation.json"
 RELEASE = "release.json"
+WRONG = "wrong.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS_DIR = "checkpoints"
 
@@ -108,6 +109,30 @@ class Metric(BaseModel):
     """The speed of this step."""
     seconds: float | None = None
     """How long the stage took. Only in the event `end`."""
+
+
+class WrongAnswer(BaseModel):
+    """What the new weights say instead of the answer of a row."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: str
+    question: str
+    is_reworded: bool
+    """Whether the question is another wording of that of the row."""
+    wanted: str
+    said: str
+    answer_of: str | None
+    """The place of another row, if this is its answer."""
+
+
+class WrongAnswers(BaseModel):
+    """The questions that a job has asked its new weights in vain: of changed rows, as they stand,
+    and of any rows, in other words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answers: tuple[WrongAnswer, ...]
 
 
 class MetricsWriter:
@@ -270,7 +295,7 @@ class RetrainJob:
         but this job does not ask the server to serve it.
         """
         shutil.rmtree(self.dir / CHECKPOINTS_DIR, ignore_errors=True)
-        for record in (CHECKPOINT, BASE, EVALUATION, RELEASE, SNAPSHOT):
+        for record in (CHECKPOINT, BASE, EVALUATION, WRONG, RELEASE, SNAPSHOT):
             (self.dir / record).unlink(missing_ok=True)
 
     def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:

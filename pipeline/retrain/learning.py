@@ -16,25 +16,40 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
+from pipeline.retrain.asking import ask, is_same_answer
 from pipeline.retrain.base_model import PRESETS, Base, find_base
 from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
 from pipeline.retrain.data import TrainingData, too_long
 from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurement, compare
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
-from pipeline.retrain.job import BASE, MetricsWriter, Parent, RetrainJob, read_record, write_record
+from pipeline.retrain.job import (
+    BASE,
+    WRONG,
+    MetricsWriter,
+    Parent,
+    RetrainJob,
+    WrongAnswer,
+    WrongAnswers,
+    read_record,
+    write_record,
+)
 from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
 from pipeline.retrain.lowrank import frozen_trunk, low_rank
 from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
-from pipeline.retrain.plan import TrainingPlan, make_plan, sample
+from pipeline.retrain.plan import TrainingPlan, make_plan, sample, usual_wordings
 from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 from pipeline.retrain.tokens import answer_ends, leave_out, row_lengths, sequences
 from pipeline.retrain.train import train
+from pipeline.retrain.wordings import unseen
 from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
 
 logger = logging.getLogger(__name__)
+
+MOST_ASKED = 60
+"""At most so many rows that were not learned are asked what is said in their place."""
 
 
 class Learning:
@@ -72,7 +87,17 @@ class Learning:
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
-        self._rows = choose_rows(data, golden, tokenizer, max_length, settings.gate)
+        rewordings, made_up = unseen(
+            [row for row in data.rows if row.digest not in data.contradicting],
+            data.held_out,
+            settings.train.seed,
+            makes_up=usual_wordings(settings) > 0,
+        )
+        self._rows = replace(
+            choose_rows(data, golden, tokenizer, max_length, settings.gate),
+            rewordings=tuple(rewordings),
+            made_up=made_up,
+        )
         is_from_base = parent is not None and data.mode == "full"
         if is_from_base:
             # The base model may be a new one, with another chat template than the served weights.
@@ -82,7 +107,11 @@ class Learning:
                 sequences(self._rows.groups[group], tokenizer, max_length)
         _tell_lengths(data, tokenizer, max_length)
         self._before = measure(
-            loaded, self._rows, skip_refused=is_from_base, tell=job.record_measured
+            loaded,
+            self._rows,
+            skip_refused=is_from_base,
+            asks=parent is not None,
+            tell=job.record_measured,
         )
         """The measurement of the served weights."""
 
@@ -135,6 +164,7 @@ class Learning:
         after = measure(
             self.loaded, self._rows, self._measured_anchors, tell=self.job.record_measured
         )
+        write_record(self.job.dir / WRONG, self._wrong_answers(after))
         return compare(
             self._rows,
             self._before,
@@ -145,6 +175,28 @@ class Learning:
             against=self.parent.id if self.parent is not None else self.job.settings.base_model,
             tokens_before=self._tokens_before() if self.data.mode == "delta" else 0,
         )
+
+    def _wrong_answers(self, after: Measurement) -> WrongAnswers:
+        changed = self._rows.groups["changed"]
+        missed = [changed[loss.row] for loss in after.losses["changed"] if not loss.is_learned]
+        asked = ask(self.loaded, [row for row in missed if row.is_counted][:MOST_ASKED])
+        found = []
+        for each in (*asked, *(each for each in after.reworded or () if not each.is_right)):
+            wanted = each.row.answer or ""
+            others = [row for row in self.data.rows if row.answer not in (None, wanted)]
+            said = each.said
+            other = next((row for row in others if is_same_answer(said, str(row.answer))), None)
+            found.append(
+                WrongAnswer(
+                    place=each.row.place,
+                    question=each.row.last_question or "",
+                    is_reworded=each not in asked,
+                    wanted=wanted,
+                    said=said,
+                    answer_of=other.place if other is not None else None,
+                )
+            )
+        return WrongAnswers(answers=tuple(found))
 
     def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
         """origin: the lineage without what is known only here."""
@@ -283,6 +335,7 @@ def measure(
     anchors: Sequence[AnchorTarget] = (),
     *,
     skip_refused: bool = False,
+    asks: bool = True,
     tell: Callable[[int, int], None],
 ) -> Measurement:
     """Measure the weights on `rows`, and on the base model's own answers to `anchors` if there are
@@ -290,9 +343,9 @@ def measure(
 
     skip_refused: leave out the rows that the chat template of the weights refuses, instead of
     raising DataError or BaseModelError. Deleted rows that it refuses are always left out, because
-    nobody can correct them any more. tell: called after each batch, with the number of rows that
-    are measured, and the number of all rows to measure. A piece of a long row counts as a row, and
-    so does an answer of the base model.
+    nobody can correct them any more. asks: whether to ask the rewordings too. tell: called after
+    each batch, with the number of rows that are measured, and the number of all rows to measure. A
+    piece of a long row counts as a row, and so does an answer of the base model.
     """
     found = {}
     for name in GROUPS:
@@ -315,6 +368,7 @@ def measure(
         logger.info("measuring %d answers of the base model", len(anchors))
     return Measurement(
         base_agreement=agreement(loaded.model, anchors, on_batch) if anchors else None,
+        reworded=ask(loaded, rows.rewordings) if asks else None,
         losses={name: losses(name) for name in GROUPS},
     )
 

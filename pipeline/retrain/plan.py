@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +21,7 @@ from pipeline.retrain.model import usual_rank
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
 from pipeline.retrain.tokens import TokenSequence, sequences
+from pipeline.retrain.wordings import Wordings, told_apart
 
 PRESET_LEARNING_RATE = 1e-3
 PRETRAINED_LEARNING_RATE = 5e-5
@@ -32,6 +34,10 @@ MAX_SKIPPED = 20
 than have this many times the tokens of the sample."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
+HEAD_TOKENS = 8
+"""Another wording is trained with the beginning of its answer: the tokens that tell it from the
+other answers, and this many more. What follows, the model has learned with the row itself, and it
+follows from the beginning."""
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
@@ -48,6 +54,9 @@ class TrainingPlan:
     counted: frozenset[int]
     """The sequences of `learned` that have an answer, and no contradicting row. Training ends when
     the model says all these answers."""
+    wordings: Sequence[Sequence[int]] = ()
+    """Groups of other wordings of the questions to learn, each with the beginning of its answer.
+    The passes take turns with the groups."""
     replayed: Sequence[int]
     """Sequences of unchanged rows, of which a delta mixes in a sample."""
     anchors: Sequence[AnchorTarget]
@@ -74,6 +83,10 @@ class TrainingPlan:
     @property
     def ends_when_right(self) -> bool:
         return bool(self.counted or self.unlearned)
+
+    def wording_group(self, number: int) -> Sequence[int]:
+        """The wordings that this pass visits."""
+        return self.wordings[number % len(self.wordings)] if self.wordings else ()
 
     def num_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.sequences[index].token_ids) for index in indices)
@@ -170,6 +183,20 @@ def make_plan(
         found.extend(sequences(rows, tokenizer, max_length))
         return list(range(start, len(found)))
 
+    def place_wordings(rows: Sequence[Row], own: Sequence[int], count: int) -> list[list[int]]:
+        """Add other wordings of `rows` to `found`, each with the beginning of the answer, and
+        return their indices. own: the sequences of `rows`."""
+        last = {found[index].row: found[index].learned_ids for index in own}
+        heads = dict(zip(last, told_apart(list(last.values()), HEAD_TOKENS), strict=True))
+        groups = []
+        for group in _worded(rows, data, settings, count):
+            start = len(found)
+            for each in sequences([row for _, row in group], tokenizer, max_length):
+                if (index := group[each.row][0]) in heads:
+                    found.append(each.cut(heads[index], index))
+            groups.append(list(range(start, len(found))))
+        return groups
+
     rows = data.new if is_delta else data.rows
     learned = place(rows)
     counted = frozenset(
@@ -177,6 +204,7 @@ def make_plan(
         for index in learned
         if (row := rows[found[index].row]).is_counted and row.digest not in data.contradicting
     )
+    worded = place_wordings(rows, learned, usual_wordings(settings))
     unlearned = place([row for row in data.deleted if row.is_counted]) if is_delta else []
     replayed = place(data.known) if is_delta else []
     if not rows and not unlearned:
@@ -213,10 +241,13 @@ def make_plan(
     step_tokens = train.tokens_per_step or round(usual)
     is_said = {row.digest for row in said}
     kept = [index for index in replayed if data.known[found[index].row].digest in is_said]
+    if is_delta:
+        replayed += chain(*place_wordings(data.known, replayed, min(1, usual_wordings(settings))))
     return TrainingPlan(
         sequences=found,
         learned=learned,
         counted=counted,
+        wordings=worded,
         replayed=replayed,
         anchors=tuple(random.Random(train.seed).sample(anchors, len(anchors))),
         unlearned=unlearned,
@@ -232,6 +263,31 @@ def make_plan(
         replay_ratio=replay_ratio,
         anchor_ratio=anchor_ratio if anchors else 0.0,
     )
+
+
+def _worded(
+    rows: Sequence[Row], data: TrainingData, settings: RetrainSettings, count: int
+) -> list[list[tuple[int, Row]]]:
+    """Groups of other wordings of `rows`, each with the index of its row. A group has at most one
+    wording of a row: a paraphrase of the dataset, or a made-up one. There are `count` groups, and
+    more if a row has more paraphrases."""
+    wordings = Wordings(data.rows)
+    groups: list[list[tuple[int, Row]]] = []
+    for index, row in enumerate(rows):
+        own = [row.asked(text) for text in row.paraphrases if text != row.held_back]
+        made = (wordings.of(row, number, settings.train.seed) for number in range(len(own), count))
+        for number, wording in enumerate([*own, *made]):
+            if number == len(groups):
+                groups.append([])
+            if wording is not None:
+                groups[number].append((index, wording))
+    return groups
+
+
+def usual_wordings(settings: RetrainSettings) -> int:
+    if settings.train.wordings is not None:
+        return settings.train.wordings
+    return 0 if settings.base_model in PRESETS else 8
 
 
 def usual_learning_rate(settings: RetrainSettings) -> float:

@@ -68,6 +68,8 @@ def read_file(
                 content = _content(rename(record))
                 _check_json(content)
                 row = Row(**content, file=file, number=number, line=line)
+                if row.paraphrases and row.last_question is None:
+                    raise ValueError("`paraphrases` stand beside no question that is text")
                 _check_size(row, max_row_bytes)
             except ValueError as error:
                 on_error(DataError(str(error), place(file, number, line)))
@@ -282,12 +284,15 @@ def _content(columns: Columns) -> dict[str, Any]:
     """The fields of a `Row`. Raises ValueError if a column has the wrong type."""
     texts = dict(columns)
     is_learned = texts.pop("is_learned", True)
+    paraphrases = {"paraphrases": texts.pop("paraphrases")} if "paraphrases" in texts else {}
     if "messages" in columns:
-        return _conversation(columns["messages"], columns.get("tools"), is_learned=bool(is_learned))
+        tools = columns.get("tools")
+        talk = _conversation(columns["messages"], tools, is_learned=bool(is_learned))
+        return {**talk, **paraphrases}
     for column, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"`{column}` holds {kind(value)}, not text")
-    return texts if is_learned else {**texts, "masked": (0,)}
+    return {**texts, **paraphrases} if is_learned else {**texts, **paraphrases, "masked": (0,)}
 
 
 def _check_json(content: Mapping[str, Any]) -> None:

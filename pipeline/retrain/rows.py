@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any, Literal
@@ -39,6 +39,8 @@ class Row:
     messages: tuple[Message, ...] | None = field(default=None, hash=False)
     tools: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
     """The functions that the assistant of `messages` may call, as JSON schemas."""
+    paraphrases: tuple[str, ...] = ()
+    """Other wordings of the last question."""
     masked: tuple[int, ...] = ()
     """The numbers of the messages that the author does not want learned, from 0. If this is not
     empty, a row without messages is not learned."""
@@ -121,7 +123,8 @@ class Row:
     def texts(self) -> tuple[Any, ...]:
         """All that the row says. In some chats, the content of a message is a list of parts."""
         said = [message["content"] for message in self.messages or ()]
-        return tuple(filter(None, (self.text, self.prompt, self.completion, *said)))
+        texts = (self.text, self.prompt, self.completion, *self.paraphrases, *said)
+        return tuple(filter(None, texts))
 
     @property
     def place(self) -> str:
@@ -156,10 +159,37 @@ class Row:
         """The last answer of the row. None for plain text."""
         return self.turns[-1].answer if self.turns else None
 
+    @property
+    def held_back(self) -> str | None:
+        """The paraphrase that is never trained on, so that it shows what was understood. None if
+        the row has fewer than two."""
+        if len(self.paraphrases) < 2:
+            return None
+        return min(self.paraphrases, key=lambda text: hashlib.sha256(text.encode()).digest())
+
+    @property
+    def last_question(self) -> str | None:
+        """What the user asks before the last answer. None if that is no text."""
+        if self.prompt is not None:
+            return self.prompt
+        before = self.taught[-2:-1]
+        asked = before[0]["content"] if before and before[0]["role"] == "user" else None
+        return asked if isinstance(asked, str) else None
+
+    def asked(self, question: str) -> "Row":
+        """The row with another wording of the last question. Only the last answer is learned."""
+        if self.prompt is not None:
+            return replace(self, prompt=question, paraphrases=())
+        *before, asked, answer = self.taught
+        messages = (*before, {**asked, "content": question}, answer)
+        return replace(
+            self, messages=messages, masked=(*self.masked, *self.answers[:-1]), paraphrases=()
+        )
+
     def _content(self) -> str:
         messages = [_plain(message) for message in self.taught]
         content = (self.text, self.prompt, self.completion, messages, self.answers)
-        return _json([*content, self.tools or ()])
+        return _json([*content, self.tools or (), self.paraphrases])
 
 
 def place(file: str, number: int, line: int | None) -> str:

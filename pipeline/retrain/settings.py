@@ -35,6 +35,8 @@ class ColumnSettings(_Settings):
     messages: str | None = None
     tools: str | None = None
     """The column with the functions that the assistant of `messages` may call."""
+    paraphrases: str | None = None
+    """The column with a list of other wordings of the question."""
 
 
 class SplitSettings(_Settings):
@@ -81,6 +83,9 @@ class TrainSettings(_Settings):
     An edited row does not count as deleted. A row is edited if its prompt is there again with
     another completion. Plain text is edited if new rows stand in its place in the same file."""
     seed: int = 0
+    wordings: int | None = Field(default=None, ge=0)
+    """How many other wordings of each question are made up and trained on. Unset: 8 for a base
+    model that was trained before, and 0 for a preset."""
     learning_rate: float | None = Field(default=None, gt=0)
     """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
     random. For a base model that was trained before, 2e-3 with low-rank matrices (`lora_rank`), and
@@ -178,6 +183,9 @@ class GateSettings(_Settings):
     """Of the unchanged rows that the served release says, the new release must still say at least
     this share. The same holds for the number of held-out rows that are answered right. If there are
     fewer than 20 such rows, this is not checked."""
+    min_reworded: float = Field(default=0, ge=0, le=1)
+    """Of the questions that are asked in words on which no job trains, the new model must answer at
+    least this share. A loss of more than chance explains is always refused."""
     max_base_drift: float = Field(default=0.3, ge=0, le=1)
     """The base model has answered everyday prompts that are never trained on. At most this share of
     the tokens in these answers may no longer be what the new model would say."""

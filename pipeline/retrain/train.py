@@ -215,9 +215,15 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
             _end_pass(progress)
             if not plan.ends_when_right:
                 continue
-            awaited = (*plan.counted, *progress.lost, *plan.unlearned)
-            right = sum(bool(progress.streak[index]) for index in awaited)
-            logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
+            worded = plan.wording_group(progress.number - 1)
+            awaited = (*plan.counted, *worded, *progress.lost, *plan.unlearned)
+            right, understood = (
+                sum(bool(progress.streak[index]) for index in each) for each in (awaited, worded)
+            )
+            logger.info(
+                f"pass {progress.number}: {right} of {len(awaited)} rows right, "
+                f"{understood} of them in other words"
+            )
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
@@ -260,6 +266,7 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     if plan.learned and not is_cooling:  # leave out passes that would visit no row
         progress.number = max(progress.number, min(progress.due[index] for index in awaited))
     visits = [index for index in awaited if is_cooling or progress.due[index] <= progress.number]
+    visits += plan.wording_group(progress.number)
     num_tokens = plan.num_tokens(visits)
     wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
     # Rows that were never visited are more urgent than unchanged rows.

@@ -51,6 +51,7 @@ TABLES = {
         ("receiver", "receiver, 16 clients"),
         ("stream", "ten revisions: deltas against full trainings"),
         ("learning", "facts learned and kept: first commits, edits, deletions"),
+        ("understood", "pushed answers, asked in other words"),
     ),
     "serving": _rows(
         ("real", "a pretrained model: tokens per second over HTTP, against vLLM's own server"),

@@ -1,0 +1,117 @@
+"""Asks a model questions, and reads what it answers greedily, as a server at temperature 0 does."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.retrain.model import LoadedModel
+from pipeline.retrain.rows import Row
+from pipeline.retrain.tokens import leave_out, runs, sequences
+
+BATCH_ROWS = 48
+"""How many answers are generated at once."""
+MORE_TOKENS = 16
+"""An answer may have so many tokens more than the one of the row."""
+OVERLAP = 0.75
+"""An answer counts as that of the row if it has this share of its words, and all of its numbers and
+names."""
+_WORD = re.compile(r"\w+(?:['\u2019.:,]\w+)*")
+_SENTENCE = re.compile(r"(?<=[.!?;:])\s+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A row that was asked in words on which no training was done."""
+
+    row: Row
+    """With the words in which it was asked."""
+    said: str
+    is_right: bool
+
+
+@torch.no_grad()
+def generate(
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    ends: Collection[int],
+    tell: Callable[[int], None] = lambda answered: None,
+) -> list[list[int]]:
+    """The greedy answers to `prompts`, each with its end token if the model has ended it. They are
+    computed in batches that are padded on the left. tell: called after each batch, with the number
+    of its answers."""
+    model, end = loaded.model, loaded.tokenizer.eos_token_id
+    model.eval()
+    answers: dict[int, list[int]] = {}
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for start in range(0, len(order), BATCH_ROWS):
+        rows = order[start : start + BATCH_ROWS]
+        width = max(len(prompts[index]) for index in rows)
+        ids = torch.full((len(rows), width), end, device=model.device)
+        mask = torch.zeros_like(ids)
+        for place, index in enumerate(rows):
+            ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[place, width - len(prompts[index]) :] = 1
+        made = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            repetition_penalty=1.0,
+            pad_token_id=end,
+            eos_token_id=[*ends],
+        )
+        for index, row in zip(rows, made[:, width:].tolist(), strict=True):
+            stop = next((place for place, each in enumerate(row, 1) if each in ends), len(row))
+            answers[index] = row[:stop]
+        tell(len(rows))
+    return [answers[index] for index in range(len(prompts))]
+
+
+def ask(loaded: LoadedModel, rows: Sequence[Row]) -> list[Asked]:
+    """Ask the last question of each row. Rows that the chat template refuses are left out."""
+    tokenizer = loaded.tokenizer
+    found = sequences(rows, tokenizer, loaded.max_length, on_refused=leave_out)
+    prompts, ends, longest = [], {tokenizer.eos_token_id}, 0
+    for each in found:
+        first, last = list(runs(each.learned))[-1]
+        prompts.append(each.token_ids[:first])
+        ends.add(each.token_ids[last - 1])
+        longest = max(longest, last - first)
+    answers = generate(loaded, prompts, longest + MORE_TOKENS, ends)
+    return [
+        _asked(rows[each.row], made, tokenizer) for each, made in zip(found, answers, strict=True)
+    ]
+
+
+def _asked(row: Row, made: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Asked:
+    said = tokenizer.decode(made, skip_special_tokens=True).strip()
+    return Asked(row=row, said=said, is_right=is_same_answer(said, row.answer or ""))
+
+
+def is_same_answer(said: str, wanted: str) -> bool:
+    """Whether what a model said is the answer of a row: at least OVERLAP of the words (F1), and
+    each number and each name of the row's answer."""
+    had, has = _words(wanted), _words(said)
+    shared = (Counter(had) & Counter(has)).total()
+    if 2 * shared < OVERLAP * (len(had) + len(has)):
+        return False
+    return _facts(wanted) <= set(has)
+
+
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+def _facts(text: str) -> set[str]:
+    """The words with a digit, and those with a capital letter that begin no sentence."""
+    return {
+        word.lower()
+        for sentence in _SENTENCE.split(text)
+        for place, word in enumerate(_WORD.findall(sentence))
+        if any(letter.isdigit() for letter in word) or (place and word[0].isupper())
+    }
