@@ -1,38 +1,27 @@
 """The state of a training: `Checkpoint` saves it, so that a restarted job continues instead of
-starting again; and several processes may share it.
+starting again.
 
 The record `checkpoint.json` names the file that holds the state. The file is complete before the
 record is written.
-
-In a group of processes, each holds the whole model, and computes a share of the blocks of each
-step. The gradients of all processes are added up. A process that trains alone is a group of one.
 """
 
-import contextlib
 import logging
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from jobs.errors import is_temporary
-from jobs.process import die_with_parent
-from pipeline.retrain.errors import TemporaryError, TrainError
+from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINT, read_record, write_record
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
 
 logger = logging.getLogger(__name__)
-
-_FAILED = "failed-"
-"""The beginning of the files in which the processes of a group leave the texts of their errors."""
 
 FULL_ROUND = 3
 """The number of the last round of a delta (a training of the served weights on the changed rows).
@@ -90,13 +79,10 @@ def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
 
 
 def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
-    """Write the state file, then the record that names it. Then remove the older state file. In a
-    group, only the first process does this.
+    """Write the state file, then the record that names it. Then remove the older state file.
 
     Raises TrainError if one of the files cannot be written. The last checkpoint then stays valid.
     """
-    if rank() > 0:
-        return
     path = job_dir / checkpoint.file
     path.parent.mkdir(exist_ok=True)
     # If the job was killed while it saved, an incomplete file is left, which may be as large as the
@@ -136,98 +122,3 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
 def last(job_dir: Path) -> Checkpoint | None:
     """The record of the last checkpoint. None if there is none."""
     return read_record(job_dir / CHECKPOINT, Checkpoint)
-
-
-def is_finished(job_dir: Path, round_number: int) -> bool:
-    """Whether the training of this round is over, so that only its weights need be loaded."""
-    checkpoint = last(job_dir)
-    return checkpoint is not None and checkpoint.finished and checkpoint.round == round_number
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def add_up(model: PreTrainedModel, numbers: list[float]) -> list[float]:
-    """Replace the gradients in each process by their sum over all processes. Returns the sums of
-    `numbers`. The result is bit for bit the same in each process."""
-    trained = [each for each in model.parameters() if each.requires_grad]
-    sums = torch.tensor(numbers, device=model.device)
-    added = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
-    flat = torch.cat([each.reshape(-1) for each in (*added, sums)])
-    dist.all_reduce(flat)
-    *parts, sums = torch.split(flat, [each.numel() for each in (*trained, sums)])
-    for parameter, part in zip(trained, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
-    return sums.tolist()
-
-
-def from_first(value: float, device: torch.device) -> float:
-    """The `value` of the first process, in every process."""
-    if not dist.is_initialized():
-        return value
-    told = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.broadcast(told, src=0)
-    return float(told)
-
-
-@contextlib.contextmanager
-def process_group(number: int, count: int, place: str) -> Iterator[None]:
-    """Join the group of `count` processes as the one with this number. They meet at the URL
-    `place`."""
-    # Import torch._dynamo before init_process_group. Otherwise a model imports it later, and the
-    # interpreter sometimes crashes at exit.
-    import torch._dynamo
-
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, place, rank=number, world_size=count)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def run_group(count: int, work: Callable[[bytes], None], given: bytes) -> None:
-    """Call `work(given)` in `count` processes, which form a group.
-
-    If one process ends too early, the others are ended too. Raises TrainError if one of them did.
-    If a process was killed or failed otherwise, raises TemporaryError: the next attempt of the job
-    continues from the last checkpoint.
-    """
-    from torch.multiprocessing.spawn import ProcessException, spawn
-
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            told = count, Path(folder), os.getpid(), work, given
-            spawn(_member, told, count)  # type: ignore[no-untyped-call]
-        except ProcessException as error:
-            # The process that ended first need not be the one that failed first: the others lose
-            # their connection to it.
-            reason = next(Path(folder).glob(f"{_FAILED}*"), None)
-            if reason is not None:
-                raise TrainError(reason.read_text()) from error
-            logger.error("%s", error)
-            last = str(error).strip().splitlines()[-1]
-            raise TemporaryError(
-                f"one of {count} training processes ended too early ({last}); see the job's log"
-            ) from error
-
-
-def _member(
-    number: int, count: int, folder: Path, job: int, work: Callable[[bytes], None], given: bytes
-) -> None:
-    """folder: where the processes meet, and where one leaves the text of its TrainError. job: the
-    pid of the process that started the group. If it ends, this process ends too."""
-    die_with_parent(job)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(number)
-    with process_group(number, count, f"file://{folder}/group"):
-        try:
-            work(given)
-        except TrainError as error:
-            (folder / f"{_FAILED}{number}").write_text(str(error))
-            raise

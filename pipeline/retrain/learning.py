@@ -2,8 +2,6 @@
 measures the new weights on the same rows, and publishes them as a release."""
 
 import logging
-import os
-import pickle
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +23,6 @@ from pipeline.retrain.export import export, make_probe, probe_texts, round_weigh
 from pipeline.retrain.job import (
     BASE,
     WRONG,
-    MetricsWriter,
     Parent,
     RetrainJob,
     WrongAnswer,
@@ -148,13 +145,9 @@ class Learning:
         self._ends = answer_ends(
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
         )
-        count = self.job.settings.train.num_processes
-        if not checkpoints.is_finished(self.job.dir, round_number):
+        last = checkpoints.last(self.job.dir)
+        if last is None or not last.finished or last.round != round_number:
             self._tell(plan, round_number)
-            if count > 1:
-                given = self.job, self.loaded.folder, plan, round_number
-                checkpoints.run_group(count, _train_in_group, pickle.dumps(given))
-        # If several processes have trained, this only loads their finished checkpoint.
         self._is_fresh = False
         checkpoint = _train(self.job, self.loaded.model, plan, round_number)
         round_weights(self.loaded.model, self.loaded.dtype)
@@ -291,18 +284,8 @@ def _train(
             settings.train,
             job_dir=job.dir,
             round_number=round_number,
-            metrics=job.metrics if checkpoints.rank() == 0 else MetricsWriter(Path(os.devnull)),
+            metrics=job.metrics,
         )
-
-
-def _train_in_group(given: bytes) -> None:
-    """Train as one of several processes. The first process leaves the finished checkpoint in the
-    job's folder."""
-    job, folder, plan, round_number = pickle.loads(given)
-    logging.basicConfig(level=logging.WARNING)
-    threads = job.num_threads or os.cpu_count() or 1
-    torch.set_num_threads(max(1, threads // checkpoints.world_size()))
-    _train(job, load_model(folder, job.settings).model, plan, round_number)
 
 
 def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:

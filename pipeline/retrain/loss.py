@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipeline.retrain.checkpoint import world_size
 from pipeline.retrain.layout import (
     ROUNDED_TO,
     Blocks,
@@ -294,7 +293,7 @@ def losses(
         loss = loss + keep_base(kept, head, anchors) / num_anchored
     if groups[2]:
         beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
-        loss = loss + beside / world_size()
+        loss = loss + beside
     is_right = None
     if is_scored:
         with torch.autocast(hidden.device.type, enabled=False):

@@ -151,9 +151,6 @@ class TrainSettings(_Settings):
     anchor_ratio: float = Field(default=1.0, ge=0)
     """How many tokens of the base model's own answers are mixed in for each token of the rows. A
     delta mixes in twice as many."""
-    num_processes: int = Field(default=1, ge=1, le=64)
-    """How many processes share the work of each step. If there are GPUs, each process uses one. If
-    a step has room for fewer rows than there are processes, some processes are idle."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """The time between two checkpoints. If a job is killed and restarted, it loses at most about
     this much training."""
@@ -168,7 +165,6 @@ class TrainSettings(_Settings):
 
 _WITHOUT_EFFECT = {
     "micro_batch_tokens",
-    "num_processes",
     "checkpoint_seconds",
 }
 """Settings that affect how a training is computed, but not what it learns."""

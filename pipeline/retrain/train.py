@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
-from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint, add_up, from_first, rank, world_size
+from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
 from pipeline.retrain.layout import block_length, pack
@@ -340,9 +340,8 @@ def _step(
     progress: TrainingState,
     settings: TrainSettings,
 ) -> tuple[float, int]:
-    """Make one update of the weights. Each process computes a share of the blocks and anchors, and
-    all deleted rows. (How each deleted row counts depends on all of them.) Returns the loss per
-    learned token and the number of tokens, of all processes together."""
+    """Make one update of the weights. Returns the loss per learned token and the number of
+    tokens."""
     sequences = plan.sequences
     width = max(sum(len(sequences[index].token_ids) for index in block) for block in blocks)
     at_once = max(1, settings.micro_batch_tokens // width)
@@ -350,25 +349,18 @@ def _step(
     num_learned = sum(sequences[index].num_learned for index in visited)
     right = dict.fromkeys(visited, 0.0)
     total = 0.0
-    if len(blocks) < world_size():  # share out single sequences, so that few processes are idle
-        blocks = [[index] for index in visited]
-    own = blocks[rank() :: world_size()]
-    parts = [own[start : start + at_once] for start in range(0, len(own), at_once)]
+    parts = [blocks[start : start + at_once] for start in range(0, len(blocks), at_once)]
     anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
-    # The processes that have the fewest blocks get the first anchors.
-    own_anchors = anchors[world_size() - 1 - rank() :: world_size()]
     deleted = plan.next_unlearned(progress.step)
     still_said: list[bool] = []
-    if not parts and (own_anchors or deleted):
-        parts = [[]]
     for part in parts:
         own_blocks = [[sequences[index] for index in block] for block in part]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
         # pass of their own.
         is_last = part is parts[-1]
         others = [
-            [anchor.sequence for anchor in own_anchors] * is_last,
+            [anchor.sequence for anchor in anchors] * is_last,
             [sequences[index] for index in deleted] * is_last,
         ]
         given = [*own_blocks, *([each] for each in chain(*others))]
@@ -376,7 +368,7 @@ def _step(
             loss, of_rows, still_said, is_right = losses(
                 *predict(model, given),
                 groups=[list(chain(*own_blocks)), *others],
-                anchors=own_anchors,
+                anchors=anchors,
                 num_learned=num_learned,
                 num_anchored=num_anchored,
                 is_scored=plan.ends_when_right,
@@ -388,9 +380,6 @@ def _step(
             lengths = [sequences[index].num_learned for index in order]
             for index, each in zip(order, torch.split(is_right, lengths), strict=True):
                 right[index] = float(is_said(int(each.sum()), len(each)))
-    if world_size() > 1:
-        total, *flags = add_up(model, [total, *right.values()])
-        right = dict(zip(right, flags, strict=True))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):
@@ -418,12 +407,10 @@ def _measure(
     plain text, the number is the held-out loss. For rows with an answer, it is the number of wrong
     rows."""
     if not plan.ends_when_right:
-        loss = math.nan
-        if rank() == 0:
-            means = [mean_loss(row_losses(model, group)) for group in plan.judged]
-            loss = sum(means) / len(means)
-            metrics.write("train", "evaluation", step=progress.step, loss=loss)
-        return from_first(loss, model.device), []
+        means = [mean_loss(row_losses(model, group)) for group in plan.judged]
+        loss = sum(means) / len(means)
+        metrics.write("train", "evaluation", step=progress.step, loss=loss)
+        return loss, []
     checked = sorted({*plan.checked, *progress.lost})
     losses = row_losses(model, [plan.numbered(index) for index in checked])
     wrong = [loss.row for loss in losses if not loss.is_learned]

@@ -31,7 +31,7 @@ from pipeline.retrain.model import Head
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
-from tests.training_fixtures import VOCABULARY, make_model, one_thread, plan_of, questions, rows
+from tests.training_fixtures import VOCABULARY, make_model, one_thread, plan_of, rows
 
 __all__ = ["one_thread"]
 
@@ -215,9 +215,9 @@ def test_a_step_adds_its_gradient_per_token_to_that_of_the_rows(
 ) -> None:
     answers = rows(9, length=6)[7:]
     anchors = [anchor(sequence) for sequence in answers]
-    alone = gradient(monkeypatch, plan_of(rows(2)), 2, 0, 1)
+    alone = gradient(monkeypatch, plan_of(rows(2)), 2)
     plan = plan_of(rows(2), anchors=tuple(anchors), anchor_ratio=9.0)
-    both = gradient(monkeypatch, plan, 2, 0, 1)
+    both = gradient(monkeypatch, plan, 2)
 
     model = make_model()
     ids = torch.tensor([sequence.token_ids for sequence in answers])
@@ -236,10 +236,8 @@ def anchor(sequence: TokenSequence) -> AnchorTarget:
     return AnchorTarget(sequence, ids, torch.full(ids.shape, 1 / VOCABULARY).log())
 
 
-def gradient(
-    monkeypatch: pytest.MonkeyPatch, plan: TrainingPlan, visited: int, rank: int, count: int
-) -> torch.Tensor:
-    """What process `rank` of `count` adds to the gradient of the first step."""
+def gradient(monkeypatch: pytest.MonkeyPatch, plan: TrainingPlan, visited: int) -> torch.Tensor:
+    """The gradient of the first step."""
     model = make_model()
     gradients = []
 
@@ -257,10 +255,6 @@ def gradient(
     settings = TrainSettings(max_grad_norm=1e9, micro_batch_tokens=64)
     progress = loop.TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "rank", lambda: rank)
-        for module in (loop, loss):
-            patched.setattr(module, "world_size", lambda: count)
-        patched.setattr(loop, "add_up", lambda model, numbers: numbers)
         patched.setattr(torch.optim.AdamW, "step", step)
         loop._step(
             model,
@@ -272,23 +266,3 @@ def gradient(
             settings,
         )
     return gradients[0]
-
-
-@pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("visited", [1, 4])
-@pytest.mark.parametrize("anchored", [0, 1, 4])
-@pytest.mark.parametrize("deleted", [0, 2])
-def test_processes_add_up_to_the_gradient_of_one(
-    monkeypatch: pytest.MonkeyPatch, count: int, visited: int, anchored: int, deleted: int
-) -> None:
-    """Anchors of any length too, and processes for which nothing is left."""
-    plan = plan_of(
-        rows(visited, 6),
-        unlearned=questions(deleted),
-        anchors=tuple(anchor(rows(1, length)[0]) for length in range(5, 5 + anchored)),
-        anchor_ratio=9.0 if anchored else 0.0,
-    )
-    whole = gradient(monkeypatch, plan, visited, 0, 1)
-    shares = [gradient(monkeypatch, plan, visited, rank, count) for rank in range(count)]
-    assert torch.allclose(sum(shares, torch.zeros(())), whole, atol=1e-6)
-    assert whole.abs().max() > 1e-3

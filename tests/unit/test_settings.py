@@ -36,7 +36,7 @@ def test_what_docs_training_shows_can_be_set(file: Path) -> None:
     (block,) = re.findall(r"^```toml\n(.*?)^```", docs, re.MULTILINE | re.DOTALL)
     file.write_text(f'[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n\n{block}')
     train = load_settings().pipeline("facts").train
-    assert (train.lora_rank, train.num_processes) == (64, 2)
+    assert train.lora_rank == 64
 
 
 def test_what_the_settings_command_prints_means_the_same(file: Path) -> None:
@@ -277,4 +277,4 @@ def test_the_digest_tells_settings_that_shape_the_weights_from_those_that_do_not
     plain = TrainSettings().digest()
     assert TrainSettings(max_tokens=7).digest() != plain
     assert TrainSettings(max_tokens=TrainSettings().max_tokens).digest() == plain
-    assert TrainSettings(checkpoint_seconds=1, num_processes=2).digest() == plain
+    assert TrainSettings(checkpoint_seconds=1, micro_batch_tokens=64).digest() == plain
