@@ -10,6 +10,7 @@ from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
 from pipeline.cli.main import app
 from pipeline.paths import Home
+from pipeline.retrain.job import WRONG, WrongAnswer, WrongAnswers, write_record
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
 
@@ -54,6 +55,33 @@ def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so() ->
     shown = pipeline("jobs", "inspect", "--latest").output
     for line in ("state         COMPLETED", "outcome       rejected in evaluate", "worse by 9 %"):
         assert line in shown
+
+
+def test_what_a_model_says_instead_of_its_rows_is_shown() -> None:
+    with open_job_store(load_settings(), Home.find()) as store:
+        job = store.submit(JobSpec(command=("sleep", "1")))
+    refused = pipeline("jobs", "inspect", job.id, "--rows")
+    assert refused.exit_code == 1 and "this job has asked no model" in refused.output
+    wrong = WrongAnswer(
+        place="faq.jsonl, line 3",
+        question="opening hours",
+        is_reworded=True,
+        wanted="Nine to five.",
+        said="It is 14 euros.",
+        answer_of="faq.jsonl, line 8",
+    )
+    folder = Home.find().jobs_dir / job.id
+    folder.mkdir(parents=True)
+    write_record(folder / WRONG, WrongAnswers(answers=(wrong,)))
+    assert pipeline("jobs", "inspect", job.id, "--rows").stdout == (
+        "faq.jsonl, line 3, in other words: opening hours\n"
+        "  wanted: Nine to five.\n"
+        "  said:   It is 14 euros.   (the answer of faq.jsonl, line 8)\n"
+    )
+    shown = json.loads(pipeline("jobs", "inspect", job.id, "--rows", "--json").output)
+    assert shown["answers"][0]["answer_of"] == "faq.jsonl, line 8"
+    write_record(folder / WRONG, WrongAnswers(answers=()))
+    assert "Every question was answered" in pipeline("jobs", "inspect", job.id, "--rows").stdout
 
 
 def test_a_command_that_is_no_program_becomes_no_job() -> None:

@@ -167,6 +167,17 @@ def test_the_base_model_may_drift_as_far_as_the_setting_says() -> None:
     assert "69% of their tokens" in reason and "`gate.max_base_drift` asks for 70%" in reason
 
 
+def test_other_words_are_told_and_a_loss_of_more_than_chance_is_refused() -> None:
+    assert refused(Counts(rewordings=60, reworded=2)) == ""
+    assert refused(Counts(rewordings=60, reworded=50, reworded_before=52)) == ""
+    reason = refused(Counts(rewordings=60, reworded=30, reworded_before=50))
+    assert "30 of 60 questions are answered in other words, and 50 were before" in reason
+    asked_for = GateSettings(min_reworded=0.8)
+    assert refused(Counts(rewordings=60, reworded=48), asked_for) == ""
+    reason = refused(Counts(rewordings=60, reworded=47), asked_for)
+    assert "only 47 of 60" in reason and "`gate.min_reworded` asks for 80%" in reason
+
+
 def test_golden_questions_that_the_served_release_answers_must_stay_right() -> None:
     assert refused(Counts(golden=3, golden_right=1)) == ""
     reason = refused(Counts(golden=3, golden_right=2), wrong_golden=("golden.jsonl, line 2",))
@@ -266,6 +277,11 @@ def test_losing_more_than_half_of_the_rows_refuses() -> None:
         ),
         (Counts(deleted=1, unlearned=1, known=1, kept=0), "kept 0 of 1 · unlearned 1 of 1"),
         (Counts(golden=12, golden_right=11), "golden 11 of 12"),
+        (Counts(rewordings=60, reworded=51), "reworded 51 of 60"),
+        (
+            Counts(rewordings=60, reworded=51, made_up=True),
+            "reworded 51 of 60 (made-up words)",
+        ),
         (Counts(not_trained=9_120), "not yet trained: 9,120 rows"),
         (Counts(text_loss=4.968, text_loss_before=5.147), "text 5.15 → 4.97 nats"),
         (Counts(text_loss=4.9), ""),

@@ -1,0 +1,68 @@
+"""Questions in other words: a job trains on those that the data gives, and asks the others."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.outcome import JobOutcome
+from pipeline.retrain.job import WRONG, WrongAnswers, read_record
+from tests.retrain_fixtures import SMALL, Pipeline, jsonl, tiny_preset
+
+__all__ = ["tiny_preset"]
+
+COUNT = 12
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {
+            "question": f"What is the colour of thing {number}?",
+            "answer": f"The thing {number} is of colour {7 * number % 13}.",
+            "paraphrases": [f"colour of {number} please", f"thing {number}: which colour"],
+        }
+        for number in range(COUNT)
+    ]
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    return Pipeline(tmp_path, train=SMALL | {"max_length": 64})
+
+
+def wrong(pipeline: Pipeline, outcome: JobOutcome) -> WrongAnswers:
+    found = read_record(pipeline.home / "jobs" / str(outcome.job_id) / WRONG, WrongAnswers)
+    assert found is not None
+    return found
+
+
+def test_what_is_held_back_is_asked_and_each_wrong_answer_is_recorded(pipeline: Pipeline) -> None:
+    first = pipeline.learn({"a.jsonl": jsonl(rows())})
+    assert first.counts is not None, first.reason
+    assert (first.counts.learned, first.counts.rewordings) == (COUNT, COUNT)
+    assert first.counts.reworded_before is None and not first.counts.made_up
+    answers = wrong(pipeline, first).answers
+    assert len(answers) == COUNT - first.counts.reworded
+    assert first.counts.reworded >= COUNT / 2, answers
+    assert all(each.is_reworded and each.said != each.wanted for each in answers)
+
+    edited = rows()
+    edited[3]["answer"] = "It is painted in red."
+    second = pipeline.learn({"a.jsonl": jsonl(edited)})
+    assert second.counts is not None, second.reason
+    assert (second.counts.changed, second.counts.learned) == (1, 1)
+    assert second.counts.reworded_before is not None
+    assert second.counts.reworded >= second.counts.reworded_before - 2, wrong(pipeline, second)
+
+
+def test_a_row_that_was_not_learned_is_recorded_with_what_is_said_instead(
+    pipeline: Pipeline,
+) -> None:
+    one = [{"question": "Who are you?", "answer": "A lamp.", "paraphrases": ["your name?"]}]
+    outcome = pipeline.learn(
+        {"a.jsonl": jsonl(one)}, train=SMALL | {"max_tokens": 1}, gate={"min_learned": 0}
+    )
+    (answer,) = wrong(pipeline, outcome).answers
+    assert (answer.place, answer.question) == ("a.jsonl, line 1", "Who are you?")
+    assert (answer.wanted, answer.is_reworded, answer.answer_of) == ("A lamp.", False, None)
+    assert outcome.counts is not None and outcome.counts.rewordings == 0
