@@ -38,7 +38,7 @@ from pipeline.cli.terminal import (
 from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.job import WRONG, WrongAnswers, read_record
+from pipeline.retrain.job import PROMOTION_DIR, WRONG, WrongAnswers, read_record
 from pipeline.runner.job_store import NOWHERE, open_job_store
 from pipeline.runner.run import run_jobs
 from pipeline.runner.submit import dataset_of_job
@@ -105,7 +105,11 @@ def inspect(
     with reading_store(home) as store:
         found = find_job(store, job, latest)
     if rows:
-        _print_wrong(read_record(home.jobs_dir / found.id / WRONG, WrongAnswers), as_json=as_json)
+        folder = home.jobs_dir / found.id
+        records = (
+            read_record(each / WRONG, WrongAnswers) for each in (folder, folder / PROMOTION_DIR)
+        )
+        _print_wrong(next(filter(None, records), None), as_json=as_json)
         return
     if as_json:
         print(json.dumps(as_record(found), indent=2))

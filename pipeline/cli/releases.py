@@ -19,7 +19,7 @@ from pipeline.cli.terminal import ChangesStack, JsonOption, PipelineOption, prin
 from pipeline.doctor.facts import record_going_back
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.job import PROMOTION_DIR, RetrainJob
 from pipeline.retrain.run import main
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.runner.submit import (
@@ -238,7 +238,7 @@ def promote(
     rule = retrain_rule(load_settings(), home, configured)
     origin = lineage_of_job(os.environ, rule.ref)
     sha = revision or origin.dataset_revision
-    records = Path(os.environ["JOB_DIR"]) / "promotion"
+    records = Path(os.environ["JOB_DIR"]) / PROMOTION_DIR
     # The trainer may have promoted another folder before.
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir()

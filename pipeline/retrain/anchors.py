@@ -182,7 +182,7 @@ def _answer(
         answered += count
         tell(answered, len(anchors))
 
-    answers = generate(loaded, prompts, ANSWER_TOKENS, ends, on_batch)
+    answers = generate(loaded, prompts, [ANSWER_TOKENS] * len(prompts), ends, on_batch)
     return [
         TokenSequence((*prompt, *made), (False,) * len(prompt) + (True,) * len(made), index)
         for index, (prompt, made) in enumerate(zip(prompts, answers, strict=True))

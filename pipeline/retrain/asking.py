@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
@@ -30,20 +29,25 @@ class Asked:
     row: Row
     """With the words in which it was asked."""
     said: str
-    is_right: bool
+    wanted: str
+    """The answer of the row, as the model would write it."""
+
+    @property
+    def is_right(self) -> bool:
+        return is_same_answer(self.said, self.wanted)
 
 
 @torch.no_grad()
 def generate(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
-    max_tokens: int,
+    limits: Sequence[int],
     ends: Collection[int],
     tell: Callable[[int], None] = lambda answered: None,
 ) -> list[list[int]]:
     """The greedy answers to `prompts`, each with its end token if the model has ended it. They are
-    computed in batches that are padded on the left. tell: called after each batch, with the number
-    of its answers."""
+    computed in batches that are padded on the left. limits: about how many tokens each answer may
+    have. tell: called after each batch, with the number of its answers."""
     model, end = loaded.model, loaded.tokenizer.eos_token_id
     model.eval()
     answers: dict[int, list[int]] = {}
@@ -59,7 +63,7 @@ def generate(
         made = model.generate(
             ids,
             attention_mask=mask,
-            max_new_tokens=max_tokens,
+            max_new_tokens=min(max(limits[index] for index in rows), loaded.max_length - width + 1),
             do_sample=False,
             repetition_penalty=1.0,
             pad_token_id=end,
@@ -76,34 +80,36 @@ def ask(loaded: LoadedModel, rows: Sequence[Row]) -> list[Asked]:
     """Ask the last question of each row. Rows that the chat template refuses are left out."""
     tokenizer = loaded.tokenizer
     found = sequences(rows, tokenizer, loaded.max_length, on_refused=leave_out)
-    prompts, ends, longest = [], {tokenizer.eos_token_id}, 0
-    for each in found:
-        first, last = list(runs(each.learned))[-1]
+    last = {each.row: each for each in found}  # a row may have a sequence for each answer
+    prompts, wanted, ends = [], [], {tokenizer.eos_token_id}
+    for each in last.values():
+        first, end = list(runs(each.learned))[-1]
         prompts.append(each.token_ids[:first])
-        ends.add(each.token_ids[last - 1])
-        longest = max(longest, last - first)
-    answers = generate(loaded, prompts, longest + MORE_TOKENS, ends)
+        wanted.append(each.token_ids[first:end])
+        ends.add(each.token_ids[end - 1])
+    limits = [len(answer) + MORE_TOKENS for answer in wanted]
+    said = generate(loaded, prompts, limits, ends)
+
+    def text(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True)).strip()
+
     return [
-        _asked(rows[each.row], made, tokenizer) for each, made in zip(found, answers, strict=True)
+        Asked(row=rows[number], said=text(made), wanted=text(answer))
+        for number, made, answer in zip(last, said, wanted, strict=True)
     ]
-
-
-def _asked(row: Row, made: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Asked:
-    said = tokenizer.decode(made, skip_special_tokens=True).strip()
-    return Asked(row=row, said=said, is_right=is_same_answer(said, row.answer or ""))
 
 
 def is_same_answer(said: str, wanted: str) -> bool:
     """Whether what a model said is the answer of a row: at least OVERLAP of the words (F1), and
     each number and each name of the row's answer."""
-    had, has = _words(wanted), _words(said)
+    had, has = words_of(wanted), words_of(said)
     shared = (Counter(had) & Counter(has)).total()
     if 2 * shared < OVERLAP * (len(had) + len(has)):
         return False
     return _facts(wanted) <= set(has)
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     return [word.lower() for word in _WORD.findall(text)]
 
 

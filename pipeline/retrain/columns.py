@@ -223,8 +223,9 @@ def _paraphrases(whole: Columns) -> Columns:
         return {}
     texts = _listed(whole, "paraphrases")
     for text in texts:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"`paraphrases` has {kind(text)} in it; it must be a list of texts")
+        if not isinstance(text, str) or not text.strip():
+            found = kind(text) if not isinstance(text, str) else "an empty text"
+            raise ValueError(f"`paraphrases` has {found} in it; it must be a list of questions")
     return {"paraphrases": tuple(dict.fromkeys(texts))}
 
 

@@ -105,8 +105,10 @@ class TrainingData:
 
     @property
     def num_lost(self) -> int:
-        """How many rows of the revision before were deleted or edited."""
-        return len(self.edited) + len(self.deleted)
+        """How many rows of the revision before were deleted or edited. Who only adds paraphrases
+        loses nothing."""
+        edited = sum(old.text is not None or old.turns != new.turns for old, new in self.edited)
+        return edited + len(self.deleted)
 
     @property
     def is_removal(self) -> bool:
@@ -196,7 +198,7 @@ def _change(
     gone = trained_before.difference(row.digest for row in everything)
     deleted = [row for row in deleted if row.digest in gone]
     if deleted:
-        taught = {turn for row in everything for turn in row.turns}
+        taught = {turn for row in everything for turn in row.taught_turns}
         deleted = [row for row in deleted if not row.turns or not taught.issuperset(row.turns)]
     return Difference(
         added=tuple(row for row in rows if row.digest in added),

@@ -263,6 +263,7 @@ def compare(
             still_said=still_said,
             wrong_golden=_places_of_said(golden, now=False),
         ),
+        *reworded_refusals(served.reworded, new.reworded or (), gate),
         *held_out_refusals(_answers([*held_out_new, *held_out_known]), gate),
         *loss_refusals(
             {
@@ -374,19 +375,6 @@ def count_refusals(
             f"only {counts.kept:,} of {counts.known:,} rows known before were kept, where "
             f"`gate.min_kept` asks for {settings.min_kept:.0%}"
         )
-    if counts.reworded < settings.min_reworded * counts.rewordings:
-        found.append(
-            f"only {counts.reworded:,} of {counts.rewordings:,} questions are answered in other "
-            f"words, where `gate.min_reworded` asks for {settings.min_reworded:.0%}"
-        )
-    elif counts.reworded_before is not None and _is_lost(
-        counts.reworded_before, counts.reworded, settings.min_kept
-    ):
-        found.append(
-            f"{counts.reworded:,} of {counts.rewordings:,} questions are answered in other words, "
-            f"and {counts.reworded_before:,} were before, where `gate.min_kept` asks for "
-            f"{settings.min_kept:.0%} of them"
-        )
     if counts.base_agreement is not None and 1 - counts.base_agreement > settings.max_base_drift:
         found.append(
             f"the answers to everyday prompts drifted from the base model's: "
@@ -443,6 +431,34 @@ def held_out_refusals(rows: Sequence[Judged], settings: GateSettings) -> tuple[s
     return (
         f"{after:,} of {len(rows):,} held-out rows are answered right, and {before:,} were before, "
         f"where `gate.min_kept` asks for {settings.min_kept:.0%} of them",
+    )
+
+
+def reworded_refusals(
+    served: Sequence[Asked] | None, new: Sequence[Asked], settings: GateSettings
+) -> tuple[str, ...]:
+    """Reasons why the new weights may not be served, from questions in other words. served: what
+    the served weights say to them, if they were asked."""
+    count, right = len(new), _num_right(new) or 0
+    if count < MIN_ROWS:
+        return ()
+    if right < settings.min_reworded * count:
+        return (
+            f"only {right:,} of {count:,} questions in other words are answered, where "
+            f"`gate.min_reworded` asks for {settings.min_reworded:.0%}",
+        )
+    if served is None or len(served) != count:
+        return ()
+    pairs = [(before.is_right, after.is_right) for before, after in zip(served, new, strict=True)]
+    lost, gained = pairs.count((True, False)), pairs.count((False, True))
+    # An answer to other words changes easily, and in both directions.
+    before = right + lost - gained
+    allowed = (1 - settings.min_kept) * before
+    if lost - gained - allowed <= SIGMAS * math.sqrt(lost + gained):
+        return ()
+    return (
+        f"{right:,} of {count:,} questions in other words are answered, and {before:,} were "
+        f"before, where `gate.min_kept` asks for {settings.min_kept:.0%} of them",
     )
 
 

@@ -55,6 +55,8 @@ CHECKPOINT = "checkpoint.json"
 EVALUATION = "evaluation.json"
 RELEASE = "release.json"
 WRONG = "wrong.json"
+PROMOTION_DIR = "promotion"
+"""The folder of these records, in that of a job whose own trainer has trained."""
 METRICS = "metrics.jsonl"
 CHECKPOINTS_DIR = "checkpoints"
 

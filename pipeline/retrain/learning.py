@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
-from pipeline.retrain.asking import ask, is_same_answer
+from pipeline.retrain.asking import Asked, ask, is_same_answer, words_of
 from pipeline.retrain.base_model import PRESETS, Base, find_base
 from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
 from pipeline.retrain.data import TrainingData, too_long
@@ -39,7 +39,7 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 from pipeline.retrain.tokens import answer_ends, leave_out, row_lengths, sequences
 from pipeline.retrain.train import train
-from pipeline.retrain.wordings import unseen
+from pipeline.retrain.wordings import Wordings
 from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
 
@@ -84,11 +84,10 @@ class Learning:
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
-        rewordings, made_up = unseen(
-            [row for row in data.rows if row.digest not in data.contradicting],
-            data.held_out,
-            settings.train.seed,
-            makes_up=usual_wordings(settings) > 0,
+        count, seed = usual_wordings(settings), settings.train.seed
+        rewordings, made_up = Wordings(data.rows, count=count, seed=seed).unseen(
+            [row for row in data.rows if row.is_counted and row.digest not in data.contradicting],
+            [row for row in data.held_out if row.digest not in data.held_out_trained],
         )
         self._rows = replace(
             choose_rows(data, golden, tokenizer, max_length, settings.gate),
@@ -170,26 +169,43 @@ class Learning:
         )
 
     def _wrong_answers(self, after: Measurement) -> WrongAnswers:
+        """What is said to the questions in other words, and to the changed rows that were not
+        learned, if it is not the answer of the row."""
         changed = self._rows.groups["changed"]
         missed = [changed[loss.row] for loss in after.losses["changed"] if not loss.is_learned]
         asked = ask(self.loaded, [row for row in missed if row.is_counted][:MOST_ASKED])
-        found = []
-        for each in (*asked, *(each for each in after.reworded or () if not each.is_right)):
-            wanted = each.row.answer or ""
-            others = [row for row in self.data.rows if row.answer not in (None, wanted)]
-            said = each.said
-            other = next((row for row in others if is_same_answer(said, str(row.answer))), None)
-            found.append(
+        words = {
+            row.answer: (row.place, set(words_of(row.answer)))
+            for row in self.data.rows
+            if row.answer is not None
+        }
+
+        def answer_of(each: Asked) -> str | None:
+            said = set(words_of(each.said))
+            # Most answers share few words with this one, so few must be compared.
+            likely = ((t, p) for t, (p, had) in words.items() if 2 * len(had & said) >= len(had))
+            others = (
+                place
+                for text, place in likely
+                if text != each.row.answer and is_same_answer(each.said, str(text))
+            )
+            return next(others, None)
+
+        return WrongAnswers(
+            answers=tuple(
                 WrongAnswer(
                     place=each.row.place,
                     question=each.row.last_question or "",
-                    is_reworded=each not in asked,
-                    wanted=wanted,
-                    said=said,
-                    answer_of=other.place if other is not None else None,
+                    is_reworded=is_reworded,
+                    wanted=each.wanted,
+                    said=each.said,
+                    answer_of=answer_of(each),
                 )
+                for is_reworded, group in ((False, asked), (True, after.reworded or ()))
+                for each in group
+                if not each.is_right
             )
-        return WrongAnswers(answers=tuple(found))
+        )
 
     def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
         """origin: the lineage without what is known only here."""
@@ -249,11 +265,13 @@ class Learning:
     def _tell(self, plan: TrainingPlan, round_number: int) -> None:
         # The budget of round 2 includes that of round 1, which is used up.
         budget = plan.max_tokens // 2 if round_number == 2 else plan.max_tokens
-        size, replayed = plan.num_tokens(plan.learned), plan.replayed_per_pass
+        size, replayed = plan.tokens_per_pass, plan.replayed_per_pass
+        others = ", each with another wording in a pass" if plan.wordings else ""
+        passes = budget / max(1, size + replayed)
         logger.info(
-            f"{len(plan.rows_of(plan.learned)):,} rows to learn, {size:,} tokens; the budget of "
-            f"{budget:,} tokens is enough for {budget / max(1, size + replayed):.1f} passes; each "
-            f"pass also has {replayed:,} tokens of unchanged rows, and, beside the budget, "
+            f"{len(plan.rows_of(plan.learned)):,} rows to learn{others}, {size:,} tokens; the "
+            f"budget of {budget:,} tokens is enough for {passes:.1f} passes; each pass also has "
+            f"{replayed:,} tokens of unchanged rows, and, beside the budget, "
             f"{round((size + replayed) * plan.anchor_ratio):,} tokens of anchors"
         )
 

@@ -7,6 +7,7 @@ release (usually the served one) on the changed rows.
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,7 +22,7 @@ from pipeline.retrain.model import usual_rank
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
 from pipeline.retrain.tokens import TokenSequence, sequences
-from pipeline.retrain.wordings import Wordings, told_apart
+from pipeline.retrain.wordings import Wordings
 
 PRESET_LEARNING_RATE = 1e-3
 PRETRAINED_LEARNING_RATE = 5e-5
@@ -34,10 +35,6 @@ MAX_SKIPPED = 20
 than have this many times the tokens of the sample."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
-HEAD_TOKENS = 8
-"""Another wording is trained with the beginning of its answer: the tokens that tell it from the
-other answers, and this many more. What follows, the model has learned with the row itself, and it
-follows from the beginning."""
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
@@ -55,10 +52,10 @@ class TrainingPlan:
     """The sequences of `learned` that have an answer, and no contradicting row. Training ends when
     the model says all these answers."""
     wordings: Sequence[Sequence[int]] = ()
-    """Groups of other wordings of the questions to learn, each with the beginning of its answer.
-    The passes take turns with the groups."""
+    """Groups of other wordings of the questions to learn: one of each row that has any. The passes
+    take turns with the groups."""
     replayed: Sequence[int]
-    """Sequences of unchanged rows, of which a delta mixes in a sample."""
+    """Sequences of unchanged rows and their other wordings, of which a delta mixes in a sample."""
     anchors: Sequence[AnchorTarget]
     """The base model's own answers to everyday prompts. They are mixed in so that the model keeps
     them."""
@@ -84,17 +81,19 @@ class TrainingPlan:
     def ends_when_right(self) -> bool:
         return bool(self.counted or self.unlearned)
 
-    def wording_group(self, number: int) -> Sequence[int]:
-        """The wordings that this pass visits."""
-        return self.wordings[number % len(self.wordings)] if self.wordings else ()
-
     def num_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.sequences[index].token_ids) for index in indices)
 
     @property
+    def tokens_per_pass(self) -> int:
+        """About how many tokens a pass over all rows to learn and another wording of each has."""
+        worded = sum(self.num_tokens(group) for group in self.wordings)
+        return self.num_tokens(self.learned) + worded // max(1, len(self.wordings))
+
+    @property
     def replayed_per_pass(self) -> int:
-        """About how many tokens of unchanged rows are mixed into a pass over all rows to learn."""
-        size = self.num_tokens(self.learned)
+        """About how many tokens of unchanged rows are mixed into such a pass."""
+        size = self.tokens_per_pass
         wanted = max(self.replay_ratio * size, self.step_tokens - size)
         return round(min(wanted, self.num_tokens(self.replayed)))
 
@@ -183,19 +182,15 @@ def make_plan(
         found.extend(sequences(rows, tokenizer, max_length))
         return list(range(start, len(found)))
 
-    def place_wordings(rows: Sequence[Row], own: Sequence[int], count: int) -> list[list[int]]:
-        """Add other wordings of `rows` to `found`, each with the beginning of the answer, and
-        return their indices. own: the sequences of `rows`."""
-        last = {found[index].row: found[index].learned_ids for index in own}
-        heads = dict(zip(last, told_apart(list(last.values()), HEAD_TOKENS), strict=True))
-        groups = []
-        for group in _worded(rows, data, settings, count):
-            start = len(found)
-            for each in sequences([row for _, row in group], tokenizer, max_length):
-                if (index := group[each.row][0]) in heads:
-                    found.append(each.cut(heads[index], index))
-            groups.append(list(range(start, len(found))))
-        return groups
+    def place_wordings(asked: Sequence[tuple[int, Row]]) -> dict[int, list[int]]:
+        """Add other wordings to `found`, each with the index of its row. Returns the indices of
+        their sequences, by the index of the row."""
+        placed: defaultdict[int, list[int]] = defaultdict(list)
+        for each in sequences([row for _, row in asked], tokenizer, max_length):
+            index = asked[each.row][0]
+            placed[index].append(len(found))
+            found.append(replace(each, row=index))
+        return placed
 
     rows = data.new if is_delta else data.rows
     learned = place(rows)
@@ -204,8 +199,10 @@ def make_plan(
         for index in learned
         if (row := rows[found[index].row]).is_counted and row.digest not in data.contradicting
     )
-    worded = place_wordings(rows, learned, usual_wordings(settings))
-    unlearned = place([row for row in data.deleted if row.is_counted]) if is_delta else []
+    # Other wordings of a deleted row must no longer get its answer, either.
+    deleted = [row for row in data.deleted if row.is_counted]
+    deleted += [row.asked(text) for row in deleted for text in row.paraphrases]
+    unlearned = place(deleted) if is_delta else []
     replayed = place(data.known) if is_delta else []
     if not rows and not unlearned:
         raise DataError(
@@ -218,6 +215,21 @@ def make_plan(
 
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     max_tokens *= num_budgets
+    # A group of wordings is visited in a pass, so there need not be more groups than passes.
+    size, known = (
+        sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
+    )
+    count = min(usual_wordings(settings), max_tokens // max(1, size))
+    wordings = Wordings(data.rows, count=count, seed=train.seed)
+    worded = place_wordings(
+        [
+            (index, asked)
+            for index, row in enumerate(rows)
+            if row.is_counted and row.digest not in data.contradicting
+            for asked in wordings.trained(row)
+        ]
+    )
+    longest = max(map(len, worded.values()), default=0)
     learning_rate = train.learning_rate or usual_learning_rate(settings)
     anchor_ratio, replay_ratio = train.anchor_ratio, 0.0
     if is_delta:
@@ -226,9 +238,6 @@ def make_plan(
         replay_ratio = train.replay_ratio if replayed else 0.0
     judged: list[list[TokenSequence]] = []
     if not counted and not unlearned:
-        size, known = (
-            sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
-        )
         if is_delta:
             max_tokens, replay_ratio = _delta_budget(max_tokens, replay_ratio, size, known, train)
         else:
@@ -241,13 +250,18 @@ def make_plan(
     step_tokens = train.tokens_per_step or round(usual)
     is_said = {row.digest for row in said}
     kept = [index for index in replayed if data.known[found[index].row].digest in is_said]
-    if is_delta:
-        replayed += chain(*place_wordings(data.known, replayed, min(1, usual_wordings(settings))))
+    if is_delta and known <= max_tokens:
+        again = (
+            (index, asked)
+            for index, row in enumerate(data.known)
+            for asked in wordings.trained(row)[: max(1, len(row.paraphrases))]
+        )
+        replayed += chain(*place_wordings(list(again)).values())
     return TrainingPlan(
         sequences=found,
         learned=learned,
         counted=counted,
-        wordings=worded,
+        wordings=[[own[number % len(own)] for own in worded.values()] for number in range(longest)],
         replayed=replayed,
         anchors=tuple(random.Random(train.seed).sample(anchors, len(anchors))),
         unlearned=unlearned,
@@ -263,25 +277,6 @@ def make_plan(
         replay_ratio=replay_ratio,
         anchor_ratio=anchor_ratio if anchors else 0.0,
     )
-
-
-def _worded(
-    rows: Sequence[Row], data: TrainingData, settings: RetrainSettings, count: int
-) -> list[list[tuple[int, Row]]]:
-    """Groups of other wordings of `rows`, each with the index of its row. A group has at most one
-    wording of a row: a paraphrase of the dataset, or a made-up one. There are `count` groups, and
-    more if a row has more paraphrases."""
-    wordings = Wordings(data.rows)
-    groups: list[list[tuple[int, Row]]] = []
-    for index, row in enumerate(rows):
-        own = [row.asked(text) for text in row.paraphrases if text != row.held_back]
-        made = (wordings.of(row, number, settings.train.seed) for number in range(len(own), count))
-        for number, wording in enumerate([*own, *made]):
-            if number == len(groups):
-                groups.append([])
-            if wording is not None:
-                groups[number].append((index, wording))
-    return groups
 
 
 def usual_wordings(settings: RetrainSettings) -> int:

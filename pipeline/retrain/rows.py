@@ -161,11 +161,15 @@ class Row:
 
     @property
     def held_back(self) -> str | None:
-        """The paraphrase that is never trained on, so that it shows what was understood. None if
-        the row has fewer than two."""
-        if len(self.paraphrases) < 2:
-            return None
-        return min(self.paraphrases, key=lambda text: hashlib.sha256(text.encode()).digest())
+        """The paraphrase that is never trained on, so that it shows what was understood: the last
+        of two or more. So a paraphrase that is appended was not trained on before."""
+        return self.paraphrases[-1] if len(self.paraphrases) > 1 else None
+
+    @property
+    def taught_turns(self) -> tuple[Turn, ...]:
+        """`turns`, and the last one in each of its other wordings."""
+        others = (self.asked(text).turns[-1] for text in self.paraphrases if self.turns)
+        return (*self.turns, *others)
 
     @property
     def last_question(self) -> str | None:
@@ -281,7 +285,7 @@ def contradictions(rows: Sequence[Row]) -> tuple[Mapping[int, Turn], ...]:
     by the indices of the rows. A conversation has a question before each of its answers."""
     by_question: defaultdict[str, dict[int, Turn]] = defaultdict(dict)
     for index, row in enumerate(rows):
-        for turn in row.turns:
+        for turn in row.taught_turns:
             by_question[turn.question][index] = turn
     groups = by_question.values()
     return tuple(each for each in groups if len({turn.answer for turn in each.values()}) > 1)

@@ -84,8 +84,8 @@ class TrainSettings(_Settings):
     another completion. Plain text is edited if new rows stand in its place in the same file."""
     seed: int = 0
     wordings: int | None = Field(default=None, ge=0)
-    """How many other wordings of each question are made up and trained on. Unset: 8 for a base
-    model that was trained before, and 0 for a preset."""
+    """How many other wordings of each question are made up and trained on, beside the paraphrases
+    in the dataset. Unset: 8 for a base model that was trained before, and 0 for a preset."""
     learning_rate: float | None = Field(default=None, gt=0)
     """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
     random. For a base model that was trained before, 2e-3 with low-rank matrices (`lora_rank`), and
@@ -181,7 +181,8 @@ class GateSettings(_Settings):
     fewer than 20 such rows, this is not checked."""
     min_reworded: float = Field(default=0, ge=0, le=1)
     """Of the questions that are asked in words on which no job trains, the new model must answer at
-    least this share. A loss of more than chance explains is always refused."""
+    least this share. A loss against the served model is refused by the rule of `min_kept`. If there
+    are fewer than 20 such questions, this is not checked."""
     max_base_drift: float = Field(default=0.3, ge=0, le=1)
     """The base model has answered everyday prompts that are never trained on. At most this share of
     the tokens in these answers may no longer be what the new model would say."""

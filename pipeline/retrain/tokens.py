@@ -63,12 +63,6 @@ class TokenSequence:
     def num_learned(self) -> int:
         return sum(self.learned)
 
-    def cut(self, num_learned: int, row: int) -> "TokenSequence":
-        """The sequence up to its `num_learned`th learned token, for another row."""
-        places = [place for place, is_learned in enumerate(self.learned) if is_learned]
-        end = places[min(num_learned, len(places)) - 1] + 1
-        return TokenSequence(self.token_ids[:end], self.learned[:end], row)
-
     @property
     def learned_ids(self) -> tuple[int, ...]:
         """The learned tokens."""

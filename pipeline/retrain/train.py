@@ -3,9 +3,10 @@
 Training goes in passes. A pass visits each row that is not learned yet, mixed with unchanged rows
 and with the base model's own answers to everyday prompts (anchors). How training ends depends on
 the rows:
-- Rows with an answer: when most of the answers are right, the learning rate begins to fall. When it
-  is low, the answers are measured, and wrong ones are learned again. Training ends when none is
-  wrong, or when the token budget is used up.
+- Rows with an answer: after a first pass, another wording of each question is visited beside the
+  row. When most of the answers are right, the learning rate begins to fall. When it is low, the
+  answers are measured, and wrong ones are learned again. Training ends when none is wrong, or when
+  the token budget is used up.
 - Rows of plain text: training uses its whole token budget, unless the loss on held-out rows stops
   improving. The weights with the lowest held-out loss are kept.
 
@@ -215,14 +216,15 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
             _end_pass(progress)
             if not plan.ends_when_right:
                 continue
-            worded = plan.wording_group(progress.number - 1)
+            worded = _wordings(plan, progress, progress.number - 1)
             awaited = (*plan.counted, *worded, *progress.lost, *plan.unlearned)
             right, understood = (
                 sum(bool(progress.streak[index]) for index in each) for each in (awaited, worded)
             )
+            others = f", {understood} of {len(worded)} in other words" if worded else ""
             logger.info(
-                f"pass {progress.number}: {right} of {len(awaited)} rows right, "
-                f"{understood} of them in other words"
+                f"pass {progress.number}: {right - understood} of {len(awaited) - len(worded)} "
+                f"rows right{others}"
             )
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
@@ -263,10 +265,14 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     the unchanged rows."""
     is_cooling = progress.cool_down_from is not None
     awaited = (*plan.learned, *progress.lost)
-    if plan.learned and not is_cooling:  # leave out passes that would visit no row
+    if plan.learned and not (
+        is_cooling or plan.wordings
+    ):  # leave out passes that would visit no row
         progress.number = max(progress.number, min(progress.due[index] for index in awaited))
     visits = [index for index in awaited if is_cooling or progress.due[index] <= progress.number]
-    visits += plan.wording_group(progress.number)
+    # A row is visited in its own words first: the budget may not be enough for more.
+    if all(progress.due[index] for index in visits):
+        visits += _wordings(plan, progress, progress.number)
     num_tokens = plan.num_tokens(visits)
     wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
     # Rows that were never visited are more urgent than unchanged rows.
@@ -280,6 +286,14 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     visits += [index for index in replayed if index not in lost]
     random.Random(f"{seed} {progress.number}").shuffle(visits)
     return visits
+
+
+def _wordings(plan: TrainingPlan, progress: TrainingState, number: int) -> Sequence[int]:
+    """The other wordings that pass `number` visits. A pass that learns wrong rows again has
+    none."""
+    if not plan.wordings or progress.is_relearning:
+        return ()
+    return plan.wordings[number % len(plan.wordings)]
 
 
 def _rate(plan: TrainingPlan, progress: TrainingState) -> float:

@@ -1,62 +1,43 @@
 """Other wordings of the questions in a dataset. Whoever asks does not know the words of the row, so
 the model must not learn an answer to these words alone.
 
-A row may bring wordings (`paraphrases`). For a pretrained model, more are made up from the
-questions of the dataset alone, whatever the language: the words that many questions have are
-dropped, the order of the others changes, and sometimes the beginning of another question stands
-before them. A made-up wording has at least one word, or a combination of words, that no other
-question has. So it is never a wording of another row.
+A row may bring wordings (`paraphrases`). More are made up from the dataset alone, whatever its
+language is, as long as it has spaces: the words that many questions have are dropped, the order of
+the others changes, words of the answer are added, and sometimes the beginning of another question
+stands before them. What a made-up wording keeps of its question stands in no other question.
 """
 
 import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise, takewhile
 
 from pipeline.retrain.rows import Row
 
 KEPT, KEPT_MORE = 0.1, 0.75
 """A made-up wording keeps a word that all questions have with the probability KEPT, and the rarest
 word of its question with the sum of both."""
-ANSWERED = 0.4
-"""The share of made-up wordings that have words of the answer, too. Who asks in other words often
-uses those in which one would answer."""
 SHARE = 0.5, 1.2
 """Each made-up wording multiplies these probabilities by a number between these two."""
+ANSWERED, MOST_ADDED = 0.4, 3
+"""The share of made-up wordings that have up to MOST_ADDED words of the answer, too. Who asks in
+other words often uses those in which one would answer."""
 SHUFFLED, LOWERED = 0.5, 0.5
 FRAMED, FRAME_WORDS = 0.3, 3
 """The share of made-up wordings that begin with up to FRAME_WORDS words of another question."""
-MOST_ADDED = 3
-"""At most so many words of the answer are added (ANSWERED)."""
 TRIES = 8
 UNSEEN = -1
-"""The number of the made-up wordings that are not trained on."""
+"""The number of the made-up wordings that are asked and not trained on."""
 MAX_UNSEEN = 60
-
-
-def unseen(
-    rows: Sequence[Row], held_out: Sequence[Row], seed: int, *, makes_up: bool
-) -> tuple[list[Row], bool]:
-    """At most MAX_UNSEEN wordings of `rows` that are not trained on, and whether they are made up:
-    paraphrases that are held back, and held-out rows that have the answer of a row. If there are
-    none, wordings are made up (`makes_up`)."""
-    answers = {row.answer for row in rows if row.is_counted}
-    found = [row.asked(row.held_back) for row in rows if row.held_back is not None]
-    found += [row for row in held_out if row.answer in answers]
-    is_made_up = makes_up and not found
-    if is_made_up:
-        wordings = Wordings(rows)
-        found = [made for row in rows if (made := wordings.of(row, UNSEEN, seed)) is not None]
-    chance = random.Random(seed)
-    return chance.sample(found, min(MAX_UNSEEN, len(found))), is_made_up
+_MARKS = ".,;:!?\"'()[]"
 
 
 class Wordings:
-    """Makes up wordings of the questions of `rows`."""
+    """Of the questions of `rows`. count: how many are made up for each row."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._num_rows = len(rows)
+    def __init__(self, rows: Sequence[Row], *, count: int, seed: int) -> None:
+        self._rows, self._count, self._seed = rows, count, seed
+        self._held_back = {row.held_back for row in rows}
         self._beginnings: list[list[str]] = []
         self._asked: defaultdict[str, set[int]] = defaultdict(set)
         """Word → the numbers of the questions that have it."""
@@ -64,7 +45,7 @@ class Wordings:
         """Question → the numbers of the rows that have it."""
         self._answered: Counter[str] = Counter()
         """Word → how many answers have it."""
-        for number, row in enumerate(rows):
+        for number, row in enumerate(rows if count else ()):
             question = row.last_question or ""
             self._beginnings.append(question.split()[:FRAME_WORDS])
             self._same[_plain(question)].add(number)
@@ -72,14 +53,43 @@ class Wordings:
                 self._asked[_plain(word)].add(number)
             self._answered.update({_plain(word) for word in (row.answer or "").split()})
 
-    def of(self, row: Row, number: int, seed: int) -> Row | None:
-        """A wording of `row`, one of `rows`. Another `number` gives another one. None if none was
-        found, as for a question of one word."""
+    def trained(self, row: Row) -> list[Row]:
+        """The wordings of `row`, one of the rows, on which a training trains. The paraphrases come
+        first. A text that any row holds back is not among them."""
+        made = (self._made_up(row, number) for number in range(self._count))
+        texts = dict.fromkeys(text for text in (*row.paraphrases, *made) if text is not None)
+        return [row.asked(text) for text in texts if text not in self._held_back]
+
+    def unseen(self, rows: Sequence[Row], held_out: Sequence[Row]) -> tuple[list[Row], bool]:
+        """At most MAX_UNSEEN wordings of `rows` on which no training trains, and whether they are
+        made up. First choice: the paraphrases that are held back, and the rows of `held_out` that
+        have the answer of exactly one row."""
+        questions = {row.last_question for row in self._rows}
+        answers = Counter(row.answer for row in self._rows)
+        found = [row.asked(row.held_back) for row in rows if row.held_back is not None]
+        found += [row for row in held_out if row.is_counted and answers[row.answer] == 1]
+        found = [row for row in found if row.last_question not in questions]
+        chance = random.Random(self._seed)
+        if found or not self._count:
+            return chance.sample(found, min(MAX_UNSEEN, len(found))), False
+        for row in chance.sample(rows, len(rows)):
+            text = self._made_up(row, UNSEEN)
+            if text is not None and text not in [each.last_question for each in self.trained(row)]:
+                found.append(row.asked(text))
+            if len(found) == MAX_UNSEEN:
+                break
+        return found, True
+
+    def _made_up(self, row: Row, number: int) -> str | None:
+        """Another `number` gives another wording. None if none was found, as for a question of one
+        word."""
         question = row.last_question or ""
         words, answer = question.split(), (row.answer or "").split()
         if len(words) < 2:
             return None
-        chance = random.Random(f"{seed} {number} {row.digest}")
+        # The answer is not a part of the seed: after an edit, the wordings that taught the old
+        # answer teach the new one.
+        chance = random.Random(f"{self._seed} {number} {question}")
         weights = [self._weight(word) for word in words]
         highest = max(weights)
         rare = sorted(answer, key=lambda word: self._answered[_plain(word)])
@@ -91,8 +101,7 @@ class Wordings:
                 for word, weight in zip(words, weights, strict=True)
                 if chance.random() < share * (KEPT + KEPT_MORE * weight / highest)
             ]
-            holders = [self._asked[_plain(word)] for word in kept]
-            if not kept or set.intersection(*holders) - self._same[_plain(question)]:
+            if not kept or not self._is_own(question, kept):
                 continue
             if chance.random() < ANSWERED:
                 kept += chance.sample(rare, min(len(rare), chance.randint(1, MOST_ADDED)))
@@ -102,23 +111,18 @@ class Wordings:
                 frame = chance.choice(self._beginnings)
                 kept = [*frame[: chance.randint(1, FRAME_WORDS)], *kept]
             text = " ".join(kept)
-            return row.asked(text.lower() if chance.random() < LOWERED else text)
+            if _plain(text) not in self._same:
+                return text.lower() if chance.random() < LOWERED else text
         return None
 
     def _weight(self, word: str) -> float:
-        return math.log((self._num_rows + 1) / len(self._asked[_plain(word)]))
+        return math.log((len(self._rows) + 1) / len(self._asked[_plain(word)]))
+
+    def _is_own(self, question: str, words: Sequence[str]) -> bool:
+        """Whether no other question has all these words."""
+        holders = sorted((self._asked[_plain(word)] for word in words), key=len)
+        return set.intersection(*holders) <= self._same[_plain(question)]
 
 
 def _plain(text: str) -> str:
-    return "".join(letter for letter in text.lower() if letter.isalnum() or letter.isspace())
-
-
-def told_apart(answers: Sequence[tuple[int, ...]], more: int) -> list[int]:
-    """For each answer, how many of its tokens tell it from all others, and `more`."""
-    shared: Counter[tuple[int, ...]] = Counter()
-    for first, second in pairwise(sorted(set(answers))):
-        pairs = zip(first, second, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        shared[first] = max(shared[first], same)
-        shared[second] = max(shared[second], same)
-    return [shared[answer] + 1 + more for answer in answers]
+    return " ".join(word.strip(_MARKS) for word in text.lower().split())

@@ -163,3 +163,28 @@ def test_tools_are_kept_as_json_or_as_they_are(tmp_path: Path) -> None:
     for tools_of, words in (("{", "text that is not JSON"), ("[1]", "not a list of objects")):
         with pytest.raises(DataError, match=f"line 1: `tools` is {words}"):
             read(tmp_path, {**record, "tools": tools_of})
+
+
+def test_other_wordings_stand_beside_a_question(tmp_path: Path) -> None:
+    record = {"question": "Open?", "answer": "At 9.", "paraphrases": ["hours", "when", "hours"]}
+    assert read(tmp_path, record).paraphrases == ("hours", "when")
+    table = {"prompt": "Open?", "completion": " At 9.", "ways": '["hours"]'}
+    assert read(tmp_path, table, paraphrases="ways").paraphrases == ("hours",)
+    for nothing in (None, "", []):
+        assert read(tmp_path, record | {"paraphrases": nothing}).paraphrases == ()
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"question": "a", "answer": "b", "paraphrases": "hours"}, "holds text that is not JSON"),
+        ({"question": "a", "answer": "b", "paraphrases": [3]}, "has the value 3 in it"),
+        ({"question": "a", "answer": "b", "paraphrases": [" "]}, "has an empty text in it"),
+        ({"text": "a", "paraphrases": ["b"]}, "stand beside no question that is text"),
+    ],
+)
+def test_other_wordings_that_are_no_questions_are_told(
+    tmp_path: Path, record: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(DataError, match=told):
+        read(tmp_path, record)

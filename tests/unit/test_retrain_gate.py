@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.counts import Counts
+from pipeline.retrain.asking import Asked
 from pipeline.retrain.evaluate import (
     MIN_ROWS,
     Comparison,
@@ -19,6 +20,7 @@ from pipeline.retrain.evaluate import (
     loss_refusals,
     lost_refusals,
     not_learned,
+    reworded_refusals,
 )
 from pipeline.retrain.loss import RowLoss
 from pipeline.retrain.rows import Row
@@ -167,15 +169,30 @@ def test_the_base_model_may_drift_as_far_as_the_setting_says() -> None:
     assert "69% of their tokens" in reason and "`gate.max_base_drift` asks for 70%" in reason
 
 
+def asked(right: str) -> list[Asked]:
+    """A `+` for each question that is answered, a `-` for each other one."""
+    said = {"+": "nine", "-": "ten"}
+    return [Asked(row=ROW, said=said[each], wanted="nine") for each in right]
+
+
 def test_other_words_are_told_and_a_loss_of_more_than_chance_is_refused() -> None:
-    assert refused(Counts(rewordings=60, reworded=2)) == ""
-    assert refused(Counts(rewordings=60, reworded=50, reworded_before=52)) == ""
-    reason = refused(Counts(rewordings=60, reworded=30, reworded_before=50))
-    assert "30 of 60 questions are answered in other words, and 50 were before" in reason
-    asked_for = GateSettings(min_reworded=0.8)
-    assert refused(Counts(rewordings=60, reworded=48), asked_for) == ""
-    reason = refused(Counts(rewordings=60, reworded=47), asked_for)
-    assert "only 47 of 60" in reason and "`gate.min_reworded` asks for 80%" in reason
+    def reason(before: str | None, after: str, gate: GateSettings = GATE) -> str:
+        served = None if before is None else asked(before)
+        return "; ".join(reworded_refusals(served, asked(after), gate))
+
+    assert reason(None, 60 * "-") == ""
+    assert reason(60 * "+", 50 * "+" + 10 * "-") != ""
+    assert reason(60 * "+", 52 * "+" + 8 * "-") == ""
+    # As many were gained, so the loss is chance.
+    assert reason(5 * "-" + 55 * "+", 50 * "+" + 10 * "-") == ""
+    assert reason(19 * "+", 19 * "-") == "", "too few"
+    assert "0 of 20 questions in other words are answered, and 20 were" in reason(
+        20 * "+", 20 * "-"
+    )
+    asks = GateSettings(min_reworded=0.8)
+    assert reason(None, 16 * "+" + 4 * "-", asks) == ""
+    assert "only 15 of 20" in reason(None, 15 * "+" + 5 * "-", asks)
+    assert reason(None, 19 * "-", asks) == ""
 
 
 def test_golden_questions_that_the_served_release_answers_must_stay_right() -> None:

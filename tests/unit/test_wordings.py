@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from pipeline.retrain.asking import is_same_answer
 from pipeline.retrain.plan import make_plan
-from pipeline.retrain.rows import Row
-from pipeline.retrain.wordings import UNSEEN, Wordings, told_apart, unseen
+from pipeline.retrain.rows import Row, contradictions
+from pipeline.retrain.wordings import Wordings
 from tests.unit.test_retrain_plan import TOKENIZER, data, settings
 
 COUNTRIES = ("Norway", "Spain", "Iceland", "Chile")
@@ -30,72 +30,111 @@ def shipping(*paraphrases: str) -> list[Row]:
     ] + [row("Can I return a lamp?", "Yes, within 30 days.", 9, *paraphrases)]
 
 
-@given(number=st.integers(0, 1_000))
-def test_a_made_up_wording_is_of_its_own_question_and_of_no_neighbour(number: int) -> None:
+def of(rows: list[Row], count: int = 8, seed: int = 0) -> Wordings:
+    return Wordings(rows, count=count, seed=seed)
+
+
+@given(seed=st.integers(0, 1_000))
+def test_made_up_wordings_are_of_their_own_question_and_of_no_neighbour(seed: int) -> None:
     rows = shipping()
-    wordings = Wordings(rows)
+    wordings = of(rows, seed=seed)
     for name, each in zip(COUNTRIES, rows, strict=False):
-        made = wordings.of(each, number, seed=0)
-        if made is not None:
-            assert name.lower() in (made.prompt or "").lower()
-            assert made.completion == each.completion
-            assert made == wordings.of(each, number, seed=0), "the same in each attempt of a job"
+        made = wordings.trained(each)
+        assert made == of(rows, seed=seed).trained(each), "the same in each attempt of a job"
+        for wording in made:
+            assert name.lower() in (wording.prompt or "").lower()
+            assert wording.completion == each.completion
+            assert wording.prompt != each.prompt
 
 
 @pytest.mark.parametrize("question", ["", "Opening?", "开门时间是什么时候"])
 def test_a_question_of_one_word_has_no_other_wording(question: str) -> None:
     only = row(question, "Nine.")
-    assert Wordings([only]).of(only, 0, seed=0) is None
+    assert of([only]).trained(only) == []
 
 
 def test_copies_of_a_question_may_have_each_others_words() -> None:
     rows = [row("When do you open today?", answer, n) for n, answer in enumerate(("Nine.", "Ten."))]
-    assert any(Wordings(rows).of(rows[0], number, 0) for number in range(20))
+    assert of(rows).trained(rows[0])
 
 
-def test_one_paraphrase_is_never_trained_on_and_is_asked() -> None:
-    paraphrases = ("lamp return", "I do not like the lamp", "send it back")
-    rows = shipping(*paraphrases)
-    held_back = rows[-1].held_back
-    assert held_back in paraphrases
-    asked, is_made_up = unseen(rows, (), 0, makes_up=True)
-    assert [each.prompt for each in asked] == [held_back] and not is_made_up
+def test_marks_that_are_a_part_of_a_word_tell_questions_apart() -> None:
+    rows = [row(f"Which {name} book is best?", name) for name in ("C", "C++", "C#")]
+    assert all("c++" in str(each.prompt).lower() for each in of(rows).trained(rows[1]))
+
+
+def test_the_last_paraphrase_is_never_trained_on_and_is_asked() -> None:
+    rows = shipping("lamp return", "I do not like the lamp", "send it back")
+    # Another row may have the same words.
+    rows += [row("Is that final?", "Yes, within 30 days.", 10, "send it back")]
+    asked, is_made_up = of(rows).unseen(rows, ())
+    assert [each.prompt for each in asked] == ["send it back"] and not is_made_up
     plan = make_plan(data(new=tuple(rows)), TOKENIZER, settings(), max_length=64)
     worded = [plan.sequences[index] for group in plan.wordings for index in group]
     asked_of = [each.token_ids[: each.learned.index(True)] for each in worded]
     trained = {TOKENIZER.decode(token_ids) for token_ids in asked_of}
-    assert trained == {*paraphrases} - {held_back}
+    assert trained == {"lamp return", "I do not like the lamp"}
 
 
-def test_the_only_paraphrase_is_trained_on() -> None:
+def test_the_only_paraphrase_is_trained_on_and_an_appended_one_is_held_back() -> None:
     assert row("a b?", "c", 0, "b a?").held_back is None
+    assert row("a b?", "c", 0, "b a?", "a, b?").held_back == "a, b?"
 
 
-def test_held_out_rows_with_the_answer_of_a_row_are_other_wordings_of_it() -> None:
+def test_held_out_rows_with_the_answer_of_one_row_are_other_wordings_of_it() -> None:
     rows = shipping()
     other = row("I want to give the lamp back", "Yes, within 30 days.")
-    asked, _ = unseen(rows, [other, row("Who are you?", "A lamp.")], 0, makes_up=False)
-    assert asked == [other]
-    assert unseen(rows, (), 0, makes_up=False) == ([], False)
+    held_out = [other, row("Who are you?", "A lamp."), rows[0]]
+    assert of(rows, count=0).unseen(rows, held_out) == ([other], False)
+    both = [*rows, row("And a bulb?", "Yes, within 30 days.")]
+    assert of(both, count=0).unseen(both, held_out) == ([], False)
 
 
 def test_made_up_wordings_that_are_asked_are_not_those_that_are_trained_on() -> None:
     rows = shipping()
-    asked, is_made_up = unseen(rows, (), 0, makes_up=True)
-    assert is_made_up and len(asked) == len(rows)
-    assert asked[0] in [Wordings(rows).of(each, UNSEEN, 0) for each in rows]
+    wordings = of(rows)
+    asked, is_made_up = wordings.unseen(rows, ())
+    assert is_made_up and asked
+    assert not {each.prompt for each in asked} & {
+        wording.prompt for each in rows for wording in wordings.trained(each)
+    }
 
 
-def test_a_delta_replays_other_wordings_of_known_rows() -> None:
-    told = data(mode="delta", new=tuple(shipping()[:1]), known=tuple(shipping("back with it")[1:]))
+def test_passes_take_turns_with_the_wordings_of_each_row() -> None:
+    rows = shipping("lamp return", "I do not like the lamp", "send it back")
+    plan = make_plan(data(new=tuple(rows)), TOKENIZER, settings(wordings=4), max_length=64)
+    of_group = [[plan.sequences[index].row for index in group] for group in plan.wordings]
+    assert of_group == [list(range(len(rows)))] * 6, "two paraphrases and four made-up ones"
+
+
+def test_there_are_no_more_groups_than_passes_that_the_budget_buys() -> None:
+    told, few = data(new=tuple(shipping())), settings(wordings=8, max_tokens=300)
+    plan = make_plan(told, TOKENIZER, few, max_length=64)
+    assert len(plan.wordings) == 300 // plan.num_tokens(plan.learned) < 8
+
+
+def test_a_delta_replays_other_wordings_of_known_rows_and_unlearns_those_of_deleted_ones() -> None:
+    rows = shipping("back with it")
+    told = data(mode="delta", new=(rows[0],), known=tuple(rows[2:]), deleted=(rows[1],))
     plan = make_plan(told, TOKENIZER, settings(), max_length=64)
     asked = [plan.sequences[index].token_ids for index in plan.replayed]
     assert len(asked) == len(told.known) + 1
     assert TOKENIZER.decode(asked[-1]).startswith("back with it")
+    gone = data(mode="delta", known=tuple(rows[:-1]), deleted=(rows[-1],))
+    assert len(make_plan(gone, TOKENIZER, settings(), max_length=64).unlearned) == 2
 
 
-def test_another_wording_teaches_the_answer_as_far_as_it_differs_from_the_others() -> None:
-    assert told_apart([(1, 2, 3), (1, 2, 5), (7,), (1, 2, 3)], 2) == [5, 5, 3, 5]
+def test_who_only_adds_paraphrases_loses_no_row() -> None:
+    before, after = shipping()[-1], shipping("send it back")[-1]
+    assert before.digest != after.digest, "it is trained"
+    assert data(edited=((before, after),)).num_lost == 0
+    assert data(edited=((before, row("Can I return a lamp?", "No.")),)).num_lost == 1
+
+
+def test_a_paraphrase_that_is_the_question_of_another_row_contradicts_it() -> None:
+    rows = shipping("How long does shipping to Spain take?")
+    (group,) = contradictions(rows)
+    assert sorted(group) == [1, 4]
 
 
 def test_another_wording_of_a_conversation_asks_its_last_question() -> None:
