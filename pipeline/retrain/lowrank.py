@@ -68,8 +68,8 @@ answers may use a direction that no sampled answer uses. Without the addition, i
 count as 0."""
 FROZEN_SHARE = 0.5
 """The share of the layers that is frozen, counted from the lowest layer."""
-MAX_TABLE_BYTES = 256 * 2**20
-"""The largest table. For hidden states of 576 numbers, it holds about 116,000 beginnings. If a
+MAX_TABLE_BYTES = 512 * 2**20
+"""The largest table. For hidden states of 576 numbers, it holds about 233,000 beginnings. If a
 training has more, each step computes the lower layers again."""
 BATCH_BLOCKS = 4
 """How many blocks of sequences are computed at once to fill the table."""
