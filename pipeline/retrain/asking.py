@@ -9,7 +9,7 @@ import torch
 
 from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
-from pipeline.retrain.tokens import leave_out, runs, sequences
+from pipeline.retrain.tokens import answer_ends, leave_out, runs, sequences
 
 BATCH_ROWS = 48
 """How many answers are generated at once."""
@@ -81,12 +81,12 @@ def ask(loaded: LoadedModel, rows: Sequence[Row]) -> list[Asked]:
     tokenizer = loaded.tokenizer
     found = sequences(rows, tokenizer, loaded.max_length, on_refused=leave_out)
     last = {each.row: each for each in found}  # a row may have a sequence for each answer
-    prompts, wanted, ends = [], [], {tokenizer.eos_token_id}
+    prompts, wanted = [], []
     for each in last.values():
         first, end = list(runs(each.learned))[-1]
         prompts.append(each.token_ids[:first])
         wanted.append(each.token_ids[first:end])
-        ends.add(each.token_ids[end - 1])
+    ends = {tokenizer.eos_token_id, *answer_ends(last.values(), tokenizer)}
     limits = [len(answer) + MORE_TOKENS for answer in wanted]
     said = generate(loaded, prompts, limits, ends)
 

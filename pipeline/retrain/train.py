@@ -218,14 +218,9 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
                 continue
             worded = _wordings(plan, progress, progress.number - 1)
             awaited = (*plan.counted, *worded, *progress.lost, *plan.unlearned)
-            right, understood = (
-                sum(bool(progress.streak[index]) for index in each) for each in (awaited, worded)
-            )
-            others = f", {understood} of {len(worded)} in other words" if worded else ""
-            logger.info(
-                f"pass {progress.number}: {right - understood} of {len(awaited) - len(worded)} "
-                f"rows right{others}"
-            )
+            right = sum(bool(progress.streak[index]) for index in awaited)
+            others = f" ({len(worded)} of the {len(awaited)} in other words)" if worded else ""
+            logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right{others}")
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
@@ -265,9 +260,8 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     the unchanged rows."""
     is_cooling = progress.cool_down_from is not None
     awaited = (*plan.learned, *progress.lost)
-    if plan.learned and not (
-        is_cooling or plan.wordings
-    ):  # leave out passes that would visit no row
+    # Leave out passes that would visit nothing.
+    if plan.learned and not is_cooling and not plan.wordings:
         progress.number = max(progress.number, min(progress.due[index] for index in awaited))
     visits = [index for index in awaited if is_cooling or progress.due[index] <= progress.number]
     # A row is visited in its own words first: the budget may not be enough for more.
@@ -361,7 +355,7 @@ def _step(
     at_once = max(1, settings.micro_batch_tokens // width)
     visited = [index for block in blocks for index in block]
     num_learned = sum(sequences[index].num_learned for index in visited)
-    right = dict.fromkeys(visited, 0.0)
+    right = dict.fromkeys(visited, False)
     total = 0.0
     parts = [blocks[start : start + at_once] for start in range(0, len(blocks), at_once)]
     anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
@@ -393,7 +387,7 @@ def _step(
             order = list(chain(*part))
             lengths = [sequences[index].num_learned for index in order]
             for index, each in zip(order, torch.split(is_right, lengths), strict=True):
-                right[index] = float(is_said(int(each.sum()), len(each)))
+                right[index] = is_said(int(each.sum()), len(each))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):

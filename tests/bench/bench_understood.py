@@ -69,12 +69,12 @@ def _of_set(home: Path, name: str, size: Size) -> list[Figure]:
     base = str(checkpoint_folder()) if size.base_model == "smollm2" else size.base_model
     train = {} if size.wordings < 0 else {"wordings": size.wordings}
     pipeline = Pipeline(home, base_model=base, train=train, gate={"min_learned": 0})
-    later = rows[: len(rows) - ADDED] if len(rows) > 2 * ADDED else rows
-    first, seconds = _job(pipeline, later, size)
+    pushed = rows[: len(rows) - ADDED] if len(rows) > 2 * ADDED else rows
+    first, seconds = _job(pipeline, pushed, size)
     figures = [
-        *_counted(f"{name}, first push of {len(later)}", first),
+        *_counted(f"{name}, first push of {len(pushed)}", first),
         reported(f"{name}, first push", seconds / 60, "min"),
-        *_asked(f"{name}, first push", pipeline, first, later, asked),
+        *_asked(f"{name}, first push", pipeline, first, pushed, asked),
     ]
     changed = _changed(rows)
     second, seconds = _job(pipeline, changed, size)
@@ -104,7 +104,8 @@ def _lines(file: str) -> list[dict[str, Any]]:
 
 
 def _changed(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """With new numbers in some answers, some rows fewer, and those that the first push left out."""
+    """With other words in some answers, a few rows less, and the rows that the first push left
+    out."""
     chance = random.Random(1)
     changed = [dict(row) for row in rows]
     for row in chance.sample(changed, min(EDITED, len(changed) // 3)):

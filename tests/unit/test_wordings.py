@@ -1,9 +1,13 @@
 """Other wordings of a question: given, made up, held back; and what counts as the row's answer."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.retrain import asking
 from pipeline.retrain.asking import is_same_answer
 from pipeline.retrain.plan import make_plan
 from pipeline.retrain.rows import Row, contradictions
@@ -161,6 +165,19 @@ def test_another_wording_of_a_conversation_asks_its_last_question() -> None:
 )
 def test_the_numbers_and_most_words_of_an_answer_must_be_said(said: str, is_same: bool) -> None:
     assert is_same_answer(said, "The warranty is five years, or 20,000 km.") == is_same
+
+
+def test_an_answer_that_was_cut_ends_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def generate(_: object, prompts: list[Any], limits: object, ends: object) -> list[list[int]]:
+        given.append(ends)
+        return [[] for _ in prompts]
+
+    monkeypatch.setattr(asking, "generate", generate)
+    loaded = cast(Any, SimpleNamespace(tokenizer=TOKENIZER, max_length=8))
+    assert len(asking.ask(loaded, [row("Open?", "nine " * 40), row("Closed?", "At nine.")])) == 2
+    assert given == [{TOKENIZER.eos_token_id}]
 
 
 def test_the_names_in_an_answer_must_be_said() -> None:
