@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from jobs.errors import is_temporary
+from pipeline.retrain.data import Mode
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINT, read_record, write_record
 from pipeline.retrain.rows import Row
@@ -23,16 +24,12 @@ from serving.weights.atomic_file import REPLACING, atomic_file
 
 logger = logging.getLogger(__name__)
 
-FULL_ROUND = 3
-"""The number of the last round of a delta (a training of the served weights on the changed rows).
-If the gate refuses the delta's weights, this round is a full training, from the base model."""
-
 
 class Checkpoint(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    round: int = 1
-    """The number of the job's round to learn its rows, from 1."""
+    mode: Mode
+    """Of the training. A job whose delta the gate refuses has a full training after it."""
     step: int
     """Updates of the weights so far."""
     tokens: int

@@ -41,6 +41,8 @@ MAX_UNLEARNED = 100
 training without them is cheaper."""
 
 
+Mode = Literal["full", "delta"]
+
 NUM_SHOWN = 5
 """A list in the report names at most this many entries."""
 _TEXT_SHOWN = 60
@@ -51,7 +53,7 @@ class TrainingData:
     """The rows of a revision, compared with the revision that the parent was trained on. If there
     is no such revision, every row is new."""
 
-    mode: Literal["full", "delta"]
+    mode: Mode
     reason: str
     """Why this mode was chosen. For the log."""
     digest: str
@@ -284,7 +286,7 @@ def _choose_mode(
     change: Difference,
     num_waiting: int,
     unreadable: str | None,
-) -> tuple[Literal["full", "delta"], str]:
+) -> tuple[Mode, str]:
     """Full or delta, and the reason. `TrainSettings.mode` describes the rule.
 
     unreadable: why the rows that the parent was trained on cannot be read any more, or None.

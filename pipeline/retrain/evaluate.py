@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from jobs.counts import Counts
 from pipeline.retrain.asking import Asked
-from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
+from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.loss import RowLoss
 from pipeline.retrain.rows import Row
@@ -128,8 +128,6 @@ class Evaluation(BaseModel):
     against: str
     """The id of the release with which the new weights are compared, or the name of the base
     model."""
-    round: int = 1
-    """The number of the job's round to learn its rows, from 1."""
     counts: Counts
     new: Comparison
     """The losses on the changed rows."""
@@ -139,8 +137,6 @@ class Evaluation(BaseModel):
     """The losses on held-out rows, which were never trained on."""
     refusals: tuple[str, ...] = ()
     """Why the gate refuses the new weights. Empty if it accepts them."""
-    is_short: bool = False
-    """Whether too few rows were learned or unlearned. Another round may then succeed."""
     not_learned: str | None = None
     """Which changed rows were not learned, if the gate does not refuse the new weights because of
     these rows. None if there are none."""
@@ -166,24 +162,6 @@ class Evaluation(BaseModel):
     @property
     def passed(self) -> bool:
         return not self.refusals
-
-    def next_round(self, *, is_delta: bool, is_forced: bool) -> int | None:
-        """The number of the job's next round. None if there is no further one.
-
-        If too few rows were learned, round 2 continues round 1 with another budget. If the gate
-        still refuses the weights of a delta, whatever its reasons, FULL_ROUND follows. A full
-        training can mend losses that earlier deltas have added up, such as a drift from the base
-        model.
-
-        is_delta: whether the job began with a delta. is_forced: whether a person wants the weights
-        served even if the gate refuses them. Then only rows that were not learned lead to another
-        round.
-        """
-        if self.passed or (is_forced and not self.is_short):
-            return None
-        if self.is_short and self.round == 1:
-            return 2
-        return FULL_ROUND if is_delta and self.round < FULL_ROUND else None
 
 
 def compare(
@@ -282,13 +260,11 @@ def compare(
         )
     return Evaluation(
         against=against,
-        round=checkpoint.round,
         counts=counts,
         new=Comparison.of(groups["changed"]),
         known=Comparison.of(groups["known"]),
         held_out=Comparison.of([*groups["held_out_new"], *groups["held_out_known"]]),
         refusals=(*lost_refusals(data.num_lost, data.num_before, gate), *refusals),
-        is_short=is_short(counts, gate, is_removal=data.is_removal),
         not_learned=not_learned(counts, gate, not_said, lost_again),
         tokens=checkpoint.tokens,
         total_tokens=tokens_before + checkpoint.tokens,
@@ -410,13 +386,6 @@ def not_learned(
             f"edit them, or run `pipeline jobs run --mode full`: {_named(missed_again)}"
         )
     return "; ".join(found) or None
-
-
-def is_short(counts: Counts, settings: GateSettings, *, is_removal: bool) -> bool:
-    """Whether too few rows were learned or unlearned. Another round may then succeed."""
-    return counts.learned < settings.min_learned * counts.changed or (
-        counts.unlearned < settings.min_learned * counts.deleted and not is_removal
-    )
 
 
 def held_out_refusals(rows: Sequence[Judged], settings: GateSettings) -> tuple[str, ...]:

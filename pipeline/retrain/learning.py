@@ -16,8 +16,8 @@ from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
 from pipeline.retrain.asking import Asked, ask, is_same_answer, words_of
 from pipeline.retrain.base_model import PRESETS, Base, find_base
-from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
-from pipeline.retrain.data import TrainingData, too_long
+from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.data import Mode, TrainingData, too_long
 from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurement, compare
 from pipeline.retrain.export import export, make_probe, probe_texts, round_weights
 from pipeline.retrain.job import (
@@ -111,44 +111,41 @@ class Learning:
         )
         """The measurement of the served weights."""
 
-    def first_round(self) -> int:
-        """The number of the round with which the job begins: that of its last checkpoint. If that
-        one is finished, `train` only loads its weights."""
-        if self.job.trained is not None:
-            return FULL_ROUND
-        checkpoint = checkpoints.last(self.job.dir)
-        return checkpoint.round if checkpoint is not None else 1
-
-    def round_after(self, evaluation: Evaluation) -> int | None:
-        """The number of the round that follows `evaluation`. None if there is no further one."""
+    def trains_in_full(self, evaluation: Evaluation) -> bool:
+        """Whether the gate refuses the weights of a delta, so that a full training follows. It can
+        mend what earlier deltas have added up, such as a drift from the base model."""
         is_forced = self.job.settings.force_reason is not None
-        return evaluation.next_round(is_delta=self.data.mode == "delta", is_forced=is_forced)
+        if evaluation.passed or is_forced or self.job.trained or self.data.mode == "full":
+            return False
+        self._train_in_full()
+        return True
 
-    def train(self, round_number: int) -> Checkpoint:
+    def _train_in_full(self) -> None:
+        logger.info("the gate refuses the delta; training starts from the base model")
+        self.data = replace(self.data, mode="full", reason="the gate refused a delta")
+
+    def train(self) -> Checkpoint:
         """Train, or load what the user's own trainer has trained. Afterwards, `loaded` holds the
         new weights, rounded as they will be stored."""
         if self.job.trained is not None:
             self._load(self.job.trained)
-            return Checkpoint(round=round_number, step=0, tokens=0, file="")
-        if round_number == 2:
-            logger.info("not all changed rows were learned; training goes on with another budget")
-        if round_number == FULL_ROUND and self.data.mode == "delta":
-            logger.info("the gate refuses the delta; training starts from the base model")
-            self.data = replace(self.data, mode="full", reason="the gate refused a delta")
+            return Checkpoint(mode=self.data.mode, step=0, tokens=0, file="")
+        last = checkpoints.last(self.job.dir)
+        if last is not None and last.mode == "full" and self.data.mode == "delta":
+            self._train_in_full()
         # A delta starts from the parent release, a full training from the base model.
         is_delta = self.data.mode == "delta"
         start = self.parent.folder if self.parent and is_delta else self.base.folder
         if not self._is_fresh or start != self.loaded.folder:
             self._load(start)
-        plan = self._plan(round_number)
+        plan = self._plan()
         self._ends = answer_ends(
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
         )
-        last = checkpoints.last(self.job.dir)
-        if last is None or not last.finished or last.round != round_number:
-            self._tell(plan, round_number)
+        if last is None or not last.finished or last.mode != self.data.mode:
+            _tell(plan)
         self._is_fresh = False
-        checkpoint = _train(self.job, self.loaded.model, plan, round_number)
+        checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
@@ -236,7 +233,7 @@ class Learning:
         manifest["lineage"] = Lineage.model_validate(origin.model_dump() | told)
         return export(loaded, job.pipeline_dir, self._ends, **manifest)
 
-    def _plan(self, round_number: int) -> TrainingPlan:
+    def _plan(self) -> TrainingPlan:
         known = self._rows.groups["known"]
         return make_plan(
             self.data,
@@ -250,7 +247,6 @@ class Learning:
                 if loss.is_learned and known[loss.row].is_counted
             ],
             tokens_before=self._tokens_before(),
-            num_budgets=2 if round_number == 2 else 1,
         )
 
     def _load(self, folder: Path) -> None:
@@ -262,18 +258,17 @@ class Learning:
         """How many tokens were trained on from the base model to the parent release."""
         return int(self.parent.evaluation.get("total_tokens", 0)) if self.parent is not None else 0
 
-    def _tell(self, plan: TrainingPlan, round_number: int) -> None:
-        # The budget of round 2 includes that of round 1, which is used up.
-        budget = plan.max_tokens // 2 if round_number == 2 else plan.max_tokens
-        size, replayed = plan.tokens_per_pass, plan.replayed_per_pass
-        others = ", each with another wording in a pass" if plan.wordings else ""
-        passes = budget / max(1, size + replayed)
-        logger.info(
-            f"{len(plan.rows_of(plan.learned)):,} rows to learn{others}, {size:,} tokens; the "
-            f"budget of {budget:,} tokens is enough for {passes:.1f} passes; each pass also has "
-            f"{replayed:,} tokens of unchanged rows, and, beside the budget, "
-            f"{round((size + replayed) * plan.anchor_ratio):,} tokens of anchors"
-        )
+
+def _tell(plan: TrainingPlan) -> None:
+    size, replayed = plan.tokens_per_pass, plan.replayed_per_pass
+    others = ", each with another wording in a pass" if plan.wordings else ""
+    passes = plan.max_tokens / max(1, size + replayed)
+    logger.info(
+        f"{len(plan.rows_of(plan.learned)):,} rows to learn{others}, {size:,} tokens; the budget "
+        f"of {plan.max_tokens:,} tokens is enough for {passes:.1f} passes; each pass also has "
+        f"{replayed:,} tokens of unchanged rows, and, beside the budget, "
+        f"{round((size + replayed) * plan.anchor_ratio):,} tokens of anchors"
+    )
 
 
 def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
@@ -286,9 +281,7 @@ def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_le
         logger.info(line)
 
 
-def _train(
-    job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, round_number: int
-) -> Checkpoint:
+def _train(job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, mode: Mode) -> Checkpoint:
     settings = job.settings
     matrices = usual_rank(settings)
     answers = settings.bases_dir / ANSWERS_DIR
@@ -301,7 +294,7 @@ def _train(
             plan,
             settings.train,
             job_dir=job.dir,
-            round_number=round_number,
+            mode=mode,
             metrics=job.metrics,
         )
 

@@ -33,6 +33,9 @@ then use as many, but at most this many times `max_tokens`."""
 MAX_SKIPPED = 20
 """While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
 than have this many times the tokens of the sample."""
+ANSWERS_BUDGET = 2
+"""Rows with an answer may take this many times the budget, because training ends when the model
+says the answers."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 DELTA_ANCHORS = 2
@@ -162,15 +165,13 @@ def make_plan(
     anchors: Sequence[AnchorTarget] = (),
     said: Sequence[Row] = (),
     tokens_before: int = 0,
-    num_budgets: int = 1,
 ) -> TrainingPlan:
     """Tokenize the rows of this training, and compute its budget. Raises DataError if there is
     nothing to learn.
 
     anchors: the base model's own answers. said: unchanged rows that the served weights say. They
     are measured again before training ends. tokens_before: how many tokens the parent release was
-    trained on, including the releases that it was made from. num_budgets: 2 for a round that
-    continues the one before, because the budget is that of both together.
+    trained on, including the releases that it was made from.
     """
     train = settings.train
     is_delta = data.mode == "delta"
@@ -214,7 +215,6 @@ def make_plan(
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
-    max_tokens *= num_budgets
     # A group of wordings is visited in a pass, so there need not be more groups than passes.
     size, known = (
         sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
@@ -257,6 +257,7 @@ def make_plan(
             for asked in wordings.trained(row)[: max(1, len(row.paraphrases))]
         )
         replayed += chain(*place_wordings(list(again)).values())
+    has_answers = bool(counted or unlearned)
     return TrainingPlan(
         sequences=found,
         learned=learned,
@@ -271,7 +272,7 @@ def make_plan(
         ],
         judged=judged,
         learning_rate=learning_rate,
-        max_tokens=max_tokens,
+        max_tokens=max_tokens * (ANSWERS_BUDGET if has_answers else 1),
         step_tokens=step_tokens,
         warm_up_steps=round(train.warmup_ratio * max_tokens / step_tokens),
         replay_ratio=replay_ratio,

@@ -222,10 +222,9 @@ def _learn(
             return refusals, None
         learning = Learning(job, data, parent)
 
-    round_number: int | None = learning.first_round()
-    while round_number is not None:
+    while True:
         with job.stage("train"):
-            checkpoint = learning.train(round_number)
+            checkpoint = learning.train()
             job.record_progress(
                 parent_release=parent.id if parent and learning.data.mode == "delta" else None
             )
@@ -239,7 +238,8 @@ def _learn(
                 logger.info("%s", evaluation.not_learned)
             for refusal in evaluation.refusals:
                 logger.info("refused: %s", refusal)
-        round_number = learning.round_after(evaluation)
+        if not learning.trains_in_full(evaluation):
+            break
     if not evaluation.passed and job.settings.force_reason is None:
         return evaluation.refusals, None
 

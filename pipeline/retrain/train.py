@@ -27,7 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
-from pipeline.retrain.checkpoint import FULL_ROUND, Checkpoint
+from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.data import Mode
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
 from pipeline.retrain.layout import block_length, pack
@@ -108,15 +109,14 @@ def train(
     settings: TrainSettings,
     *,
     job_dir: Path,
-    round_number: int = 1,
+    mode: Mode,
     metrics: MetricsWriter,
 ) -> Checkpoint:
     """Train `model`. At the end, `model` and the file of the returned checkpoint hold the best
     weights.
 
-    If the job has a checkpoint, training continues from it: from the middle of this round, or
-    from the end of the round before. Raises TrainError if the loss is no longer a finite number.
-    But FULL_ROUND starts from `model` as it is.
+    If the job has a checkpoint of this mode, training continues from it. Raises TrainError if the
+    loss is no longer a finite number.
     """
     optimizer = _optimizer(model, settings)
     count = len(plan.sequences)
@@ -124,17 +124,14 @@ def train(
     best: dict[str, Tensor] | None = None
     torch.manual_seed(settings.seed)
     found = checkpoints.load(job_dir)
-    if found is not None and (found[0].round == round_number or round_number != FULL_ROUND):
+    if found is not None and found[0].mode == mode:
         done, state = found
         checkpoints.set_weights(model, state["weights"])
-        if done.finished and done.round == round_number:
-            return done
         if done.finished:
-            progress = _going_on(plan, done)
-        else:
-            progress, best = TrainingState(**state["progress"]), state["best"]
-            optimizer.load_state_dict(state["optimizer"])
-            torch.set_rng_state(state["rng"])
+            return done
+        progress, best = TrainingState(**state["progress"]), state["best"]
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
 
     saved_at = time.monotonic()
     model.train()
@@ -175,7 +172,7 @@ def train(
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
         if time.monotonic() - saved_at >= settings.checkpoint_seconds:
-            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", round_number)
+            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", mode)
             state = {
                 "weights": checkpoints.weights_of(model),
                 "optimizer": optimizer.state_dict(),
@@ -188,7 +185,7 @@ def train(
 
     if best is not None:
         checkpoints.set_weights(model, best)
-    done = _checkpoint(plan, progress, "best.pt", round_number)
+    done = _checkpoint(plan, progress, "best.pt", mode)
     done = done.model_copy(update={"finished": True})
     checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
     return done
@@ -224,21 +221,6 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
-
-
-def _going_on(plan: TrainingPlan, done: Checkpoint) -> TrainingState:
-    """The state to continue from, after the round `done` has ended. The rows that it did not
-    reach are visited first."""
-    waiting = set(done.not_trained)
-    return TrainingState(
-        step=done.step,
-        tokens=done.tokens,
-        number=1,
-        streak=[0] * len(plan.sequences),
-        due=[0 if sequence.row in waiting else 2 for sequence in plan.sequences],
-        warm_up_from=done.step,
-        evaluated_at=done.tokens,
-    )
 
 
 def _end_pass(progress: TrainingState) -> None:
@@ -444,13 +426,11 @@ def _learn_again(progress: TrainingState, wrong: Sequence[int]) -> None:
         progress.streak[index], progress.due[index] = 0, progress.number
 
 
-def _checkpoint(
-    plan: TrainingPlan, progress: TrainingState, file: str, round_number: int
-) -> Checkpoint:
+def _checkpoint(plan: TrainingPlan, progress: TrainingState, file: str, mode: Mode) -> Checkpoint:
     waiting = [index for index in plan.learned if not progress.due[index]]
     wrong = [index for index in plan.counted if progress.due[index] and not progress.streak[index]]
     return Checkpoint(
-        round=round_number,
+        mode=mode,
         step=progress.step,
         tokens=progress.tokens,
         not_trained=plan.rows_of(waiting),

@@ -19,6 +19,7 @@ from tests.retrain_fixtures import (
     facts,
     few_anchors,
     jsonl,
+    of_places,
     tiny_base,
     tiny_preset,
     unrelated,
@@ -72,52 +73,57 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
     assert weights[0] == weights[1]
 
 
-ROUNDS = {"max_tokens": 1_500, "tokens_per_step": 128, "checkpoint_seconds": 1e-9}
+CHANGED = {"a.jsonl": jsonl([*facts(num_places=4), *unrelated(6)])}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobOutcome]:
-    """The folder and the outcome of a job of two rounds that nobody killed."""
+    """The folder and the outcome of a job with a delta, which learns too little, and a full
+    training, that nobody killed."""
     home = tmp_path_factory.mktemp("whole")
-    return home / "jobs/job-0", of_two_rounds(home).learn({"a.jsonl": jsonl(unrelated(30))})
+    return home / "jobs/job-1", with_a_release(home).learn(CHANGED)
 
 
-def of_two_rounds(home: Path) -> Pipeline:
-    """The first round is too short."""
-    return Pipeline(home, train=SMALL | ROUNDS, gate={"min_learned": 1.0})
+def with_a_release(home: Path) -> Pipeline:
+    """A pipeline whose deltas learn nothing."""
+    train = SMALL | {"delta_learning_rate_ratio": 1e-6, "max_tokens": 3_000}
+    pipeline = Pipeline(home, train=train | {"checkpoint_seconds": 1e-9})
+    assert pipeline.learn(of_places(4)).result == "published"
+    return pipeline
 
 
-@pytest.mark.parametrize(
-    "place", ["before the second round", "in the second round", "behind the second round"]
-)
-def test_a_job_that_was_killed_between_rounds_comes_to_the_same_counts(
+@pytest.mark.parametrize("place", ["before", "in", "behind"])
+def test_a_job_that_was_killed_about_its_second_training_comes_to_the_same_counts(
     whole: tuple[Path, JobOutcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     told, expected = whole
-    wanted = read_record(told / "evaluation.json", Evaluation)
-    assert wanted is not None and wanted.round == 2
+    wanted = read_record(told / "checkpoint.json", Checkpoint)
+    assert wanted is not None and wanted.mode == "full"
     metrics, _ = read_metrics(told / "metrics.jsonl")
     steps = [each.step or 0 for each in metrics if each.event == "step"]
+    begun = steps.index(1, 1)
 
     trained, evaluated, written = Learning.train, Learning.evaluate, MetricsWriter.write
+    at: list[int] = []
 
-    def train(learning: Learning, round_number: int) -> Checkpoint:
-        if place == "before the second round" and round_number == 2:
+    def train(learning: Learning) -> Checkpoint:
+        if place == "before" and learning.data.mode == "full":
             raise KeyboardInterrupt
-        return trained(learning, round_number)
+        return trained(learning)
 
     def evaluate(learning: Learning, checkpoint: Checkpoint) -> Evaluation:
-        if place == "behind the second round" and checkpoint.round == 2:
+        if place == "behind" and checkpoint.mode == "full":
             raise KeyboardInterrupt
         return evaluated(learning, checkpoint)
 
     def write(metrics: MetricsWriter, stage: Any, event: Any, **values: Any) -> None:
-        if place == "in the second round" and values.get("step") == max(steps) - 2:
+        at.extend([1] * (event == "step"))
+        if place == "in" and len(at) == (begun + len(steps)) // 2:
             raise KeyboardInterrupt
         written(metrics, stage, event, **values)
 
-    killed = of_two_rounds(tmp_path)
-    folder = killed.job(killed.commit({"a.jsonl": jsonl(unrelated(30))}))
+    killed = with_a_release(tmp_path)
+    folder = killed.job(killed.commit(CHANGED))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Learning, "train", train)
         patched.setattr(Learning, "evaluate", evaluate)
@@ -125,7 +131,7 @@ def test_a_job_that_was_killed_between_rounds_comes_to_the_same_counts(
         killed.run(folder)
     outcome = killed.run(folder)
     assert (outcome.result, outcome.counts) == (expected.result, expected.counts)
-    assert read_record(folder / "evaluation.json", Evaluation) == wanted
+    assert read_record(folder / "checkpoint.json", Checkpoint) == wanted
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     assert [each.step for each in metrics if each.event == "step"] == steps
 

@@ -11,12 +11,9 @@ from jobs.counts import Counts
 from pipeline.retrain.asking import Asked
 from pipeline.retrain.evaluate import (
     MIN_ROWS,
-    Comparison,
-    Evaluation,
     Judged,
     count_refusals,
     held_out_refusals,
-    is_short,
     loss_refusals,
     lost_refusals,
     not_learned,
@@ -73,47 +70,6 @@ def test_what_was_deleted_must_be_said_no_more() -> None:
     assert refused(Counts(deleted=10, unlearned=9)) == ""
     # A full training without them has never seen them: it infers them from other rows.
     assert count_refusals(Counts(deleted=1, unlearned=0), GATE, is_removal=True) == ()
-    assert is_short(Counts(deleted=1, unlearned=0), GATE, is_removal=False)
-    assert not is_short(Counts(deleted=1, unlearned=0), GATE, is_removal=True)
-
-
-@pytest.mark.parametrize(
-    ("round_number", "is_short", "refusals", "delta", "full", "forced_delta"),
-    [
-        (1, False, (), None, None, None),
-        (1, True, ("short",), 2, 2, 2),
-        (2, True, ("short",), 3, None, 3),
-        (3, True, ("short",), None, None, None),
-        # A longer delta does not bring back what was lost. A full training may.
-        (1, False, ("drifted",), 3, None, None),
-        (2, False, ("drifted",), 3, None, None),
-        (3, False, ("drifted",), None, None, None),
-    ],
-)
-def test_a_refused_delta_is_followed_by_a_full_training(
-    round_number: int,
-    is_short: bool,
-    refusals: tuple[str, ...],
-    delta: int | None,
-    full: int | None,
-    forced_delta: int | None,
-) -> None:
-    nothing = Comparison.of(())
-    found = Evaluation(
-        against="r000001-00000000",
-        round=round_number,
-        counts=Counts(),
-        new=nothing,
-        known=nothing,
-        held_out=nothing,
-        refusals=refusals,
-        is_short=is_short,
-        tokens=1,
-        total_tokens=1,
-    )
-    assert found.next_round(is_delta=True, is_forced=False) == delta
-    assert found.next_round(is_delta=False, is_forced=False) == full
-    assert found.next_round(is_delta=True, is_forced=True) == forced_delta
 
 
 def test_held_out_rows_are_judged_by_how_many_are_right() -> None:

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from jobs.errors import is_temporary
 from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
+from pipeline.retrain.data import Mode
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import Metric, MetricsWriter, read_metrics
 from pipeline.retrain.layout import ROUNDED_TO, pack, packed
@@ -34,7 +35,7 @@ def run(
     plan: TrainingPlan,
     model: LlamaForCausalLM | None = None,
     *,
-    round_number: int = 1,
+    mode: Mode = "full",
     **settings: Any,
 ) -> tuple[Checkpoint, tuple[Metric, ...]]:
     """The finished checkpoint, and what was told on the way."""
@@ -44,7 +45,7 @@ def run(
         plan,
         TrainSettings.model_validate(settings),
         job_dir=folder,
-        round_number=round_number,
+        mode=mode,
         metrics=MetricsWriter(folder / "metrics.jsonl"),
     )
     return done, read_metrics(folder / "metrics.jsonl")[0]
@@ -54,7 +55,9 @@ def test_a_row_waits_only_if_no_copy_of_it_was_trained_on() -> None:
     """Otherwise a budget below one pass over thousands of copies would leave the row waiting for
     ever, and each job would train on all copies again."""
     told = [Row(text=text, file="a.jsonl", number=0) for text in "aabbcdd"]
-    done = Checkpoint(step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt")
+    done = Checkpoint(
+        mode="full", step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt"
+    )
     assert done.waiting(told) == {row.digest for row in told if row.text in ("b", "c")}
 
 
@@ -150,17 +153,9 @@ def test_a_deleted_answer_is_unlearned_and_the_others_are_kept(tmp_path: Path) -
 
 
 def test_a_budget_below_a_pass_names_the_rows_that_it_did_not_reach(tmp_path: Path) -> None:
-    def plan(max_tokens: int) -> TrainingPlan:
-        return plan_of(questions(100), counted=True, max_tokens=max_tokens, tokens_per_step=128)
-
-    done, _ = run(tmp_path, plan(256))
+    plan = plan_of(questions(100), counted=True, max_tokens=256, tokens_per_step=128)
+    done, _ = run(tmp_path, plan)
     assert (done.tokens, len(done.not_trained)) == (256, 36)
-    # The round after it reaches these first, and has the budget once more.
-    second, found = run(tmp_path, plan(512), round_number=2)
-    assert second.not_trained == ()
-    assert 256 < second.tokens <= 512
-    steps = [each.step for each in found if each.event == "step"]
-    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_new_text_is_seen_before_known_text_where_the_budget_is_short(tmp_path: Path) -> None:
@@ -171,13 +166,14 @@ def test_new_text_is_seen_before_known_text_where_the_budget_is_short(tmp_path: 
     assert one_pass + 128 < done.tokens <= 2 * one_pass
 
 
-def test_a_full_round_forgets_the_one_before(tmp_path: Path) -> None:
+def test_a_full_training_forgets_the_delta_before(tmp_path: Path) -> None:
     plan = plan_of(questions(16), counted=True, learning_rate=1e-2, max_tokens=2_000)
-    run(tmp_path / "one", plan_of(questions(16, answers=7), counted=True, max_tokens=2_000))
+    before = plan_of(questions(16, answers=7), counted=True, max_tokens=2_000)
+    run(tmp_path / "one", before, mode="delta")
     models = [make_model(), make_model()]
-    anew, _ = run(tmp_path / "one", plan, models[0], round_number=3)
-    fresh, _ = run(tmp_path / "other", plan, models[1], round_number=3)
-    assert (anew.step, anew.tokens, anew.round) == (fresh.step, fresh.tokens, 3)
+    anew, _ = run(tmp_path / "one", plan, models[0])
+    fresh, _ = run(tmp_path / "other", plan, models[1])
+    assert anew == fresh
     weights, expected = (copy_weights(model) for model in models)
     assert all(torch.equal(weights[name], each) for name, each in expected.items())
 
