@@ -6,7 +6,11 @@ the served release. But if another release waits to be served when the job start
 the parent. A damaged release is never the parent; an older undamaged release takes its place.
 """
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
+
+Words = Literal["dataset", "generated", "made-up"]
 
 
 class Counts(BaseModel):
@@ -48,14 +52,15 @@ class Counts(BaseModel):
     rewordings: int = 0
     """The number of questions that were asked in words on which no job trains. If the dataset has
     such words (a paraphrase that is held back, or a held-out row with the answer of another row),
-    they are taken from there. Otherwise, a pretrained model is asked in words that are made up."""
+    they are taken from there. Otherwise, from what a larger model has generated, or, for a
+    pretrained model, they are made up."""
     reworded: int = 0
     """The number of `rewordings` to which the new weights give the answer of the row: at least
     three quarters of its words, and all of its numbers and names."""
     reworded_before: int | None = None
     """The number of `rewordings` to which the old weights give it. None if there is no parent."""
-    made_up: bool = False
-    """Whether the words of `rewordings` are made up."""
+    words: Words = "dataset"
+    """Where the words of `rewordings` come from."""
     golden: int = 0
     """The number of golden questions: questions of the user, each with the answer that the user
     expects."""
@@ -96,8 +101,8 @@ class Counts(BaseModel):
             note = f" ({', '.join(notes)})" if notes else ""
             parts.append(f"learned {self.learned:,} of {self.changed:,}{measured}{note}")
         if self.rewordings:
-            made_up = " (made-up words)" if self.made_up else ""
-            parts.append(f"reworded {self.reworded:,} of {self.rewordings:,}{made_up}")
+            words = "" if self.words == "dataset" else f" ({self.words} words)"
+            parts.append(f"reworded {self.reworded:,} of {self.rewordings:,}{words}")
         if self.text_loss is not None and self.text_loss_before is not None:
             parts.append(f"text {self.text_loss_before:.2f} → {self.text_loss:.2f} nats")
         if self.known:

@@ -42,6 +42,7 @@ from pipeline.retrain.settings import (
     DataSettings,
     GateSettings,
     HubEndpoint,
+    ParaphraseSettings,
     TrainSettings,
 )
 from receiver.settings import ReceiverSettings
@@ -111,6 +112,7 @@ class PipelineSettings(BaseModel):
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
+    paraphrase: ParaphraseSettings | None = None
 
     @field_validator("base_model")
     @classmethod

@@ -13,7 +13,7 @@ from statistics import fmean, variance
 
 from pydantic import BaseModel, ConfigDict
 
-from jobs.counts import Counts
+from jobs.counts import Counts, Words
 from pipeline.retrain.asking import Asked
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.data import TrainingData
@@ -56,8 +56,8 @@ class MeasuredRows:
     """The changed rows that have an answer, and are not in the sample."""
     rewordings: tuple[Row, ...] = ()
     """Rows in words on which no job trains."""
-    made_up: bool = False
-    """Whether these words are made up."""
+    words: Words = "dataset"
+    """Where these words come from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ def compare(
         rewordings=len(new.reworded or ()),
         reworded=_num_right(new.reworded) or 0,
         reworded_before=_num_right(served.reworded),
-        made_up=rows.made_up,
+        words=rows.words,
         golden=len(golden),
         golden_right=sum(each.is_said for each in golden),
         not_trained=len(not_trained),

@@ -55,6 +55,10 @@ CHECKPOINT = "checkpoint.json"
 EVALUATION = "evaluation.json"
 RELEASE = "release.json"
 WRONG = "wrong.json"
+PARAPHRASES_DIR = "paraphrases"
+"""The folder of a larger model's other wordings, under `bases/`. Each pipeline has a file."""
+PARAPHRASE_TOKEN = "PARAPHRASE_TOKEN"
+"""The environment variable with the token of the larger model's server."""
 PROMOTION_DIR = "promotion"
 """The folder of these records, in that of a job whose own trainer has trained."""
 METRICS = "metrics.jsonl"
@@ -188,6 +192,7 @@ class RetrainJob:
     hub_token: str | None = field(repr=False)
     own_token: str | None = field(repr=False)
     """The user's own token, for a dataset or a base model on another hub than the stack's."""
+    paraphrase_token: str | None = field(repr=False)
     server_url: str | None
     admin_token: str | None = field(repr=False)
     num_threads: int | None
@@ -243,6 +248,7 @@ class RetrainJob:
             hub_endpoint=environ.get("HF_ENDPOINT"),
             hub_token=environ.get("HF_TOKEN"),
             own_token=environ.get(OWN_TOKEN),
+            paraphrase_token=environ.get(PARAPHRASE_TOKEN),
             server_url=environ.get("PIPELINE_SERVER_URL"),
             admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
             num_threads=int(threads) if threads.isdigit() else None,

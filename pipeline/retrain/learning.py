@@ -85,14 +85,14 @@ class Learning:
             golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
         count, seed = usual_wordings(settings), settings.train.seed
-        rewordings, made_up = Wordings(data.rows, count=count, seed=seed).unseen(
+        rewordings, words = Wordings(data.rows, count=count, seed=seed).unseen(
             [row for row in data.rows if row.is_counted and row.digest not in data.contradicting],
             [row for row in data.held_out if row.digest not in data.held_out_trained],
         )
         self._rows = replace(
             choose_rows(data, golden, tokenizer, max_length, settings.gate),
             rewordings=tuple(rewordings),
-            made_up=made_up,
+            words=words,
         )
         is_from_base = parent is not None and data.mode == "full"
         if is_from_base:

@@ -202,7 +202,7 @@ def make_plan(
     )
     # Other wordings of a deleted row must no longer get its answer, either.
     deleted = [row for row in data.deleted if row.is_counted]
-    deleted += [row.asked(text) for row in deleted for text in row.paraphrases]
+    deleted += [row.asked(text) for row in deleted for text in row.wordings]
     unlearned = place(deleted) if is_delta else []
     replayed = place(data.known) if is_delta else []
     if not rows and not unlearned:
@@ -254,7 +254,7 @@ def make_plan(
         again = (
             (index, asked)
             for index, row in enumerate(data.known)
-            for asked in wordings.trained(row)[: max(1, len(row.paraphrases))]
+            for asked in wordings.trained(row)[: max(1, len(row.wordings))]
         )
         replayed += chain(*place_wordings(list(again)).values())
     has_answers = bool(counted or unlearned)

@@ -41,6 +41,8 @@ class Row:
     """The functions that the assistant of `messages` may call, as JSON schemas."""
     paraphrases: tuple[str, ...] = ()
     """Other wordings of the last question."""
+    generated: tuple[str, ...] = field(default=(), compare=False)
+    """Such wordings by a larger model. They are not part of the content."""
     masked: tuple[int, ...] = ()
     """The numbers of the messages that the author does not want learned, from 0. If this is not
     empty, a row without messages is not learned."""
@@ -160,10 +162,15 @@ class Row:
         return self.turns[-1].answer if self.turns else None
 
     @property
+    def wordings(self) -> tuple[str, ...]:
+        """The author's other wordings of the last question, or else the generated ones."""
+        return self.paraphrases or self.generated
+
+    @property
     def held_back(self) -> str | None:
-        """The paraphrase that is never trained on, so that it shows what was understood: the last
-        of two or more. So a paraphrase that is appended was not trained on before."""
-        return self.paraphrases[-1] if len(self.paraphrases) > 1 else None
+        """The wording that is never trained on, so that it shows what was understood: the last of
+        two or more. So a paraphrase that is appended was not trained on before."""
+        return self.wordings[-1] if len(self.wordings) > 1 else None
 
     @property
     def taught_turns(self) -> tuple[Turn, ...]:
@@ -183,11 +190,14 @@ class Row:
     def asked(self, question: str) -> "Row":
         """The row with another wording of the last question. Only the last answer is learned."""
         if self.prompt is not None:
-            return replace(self, prompt=question, paraphrases=())
+            return replace(self, prompt=question, paraphrases=(), generated=())
         *before, asked, answer = self.taught
-        messages = (*before, {**asked, "content": question}, answer)
         return replace(
-            self, messages=messages, masked=(*self.masked, *self.answers[:-1]), paraphrases=()
+            self,
+            messages=(*before, {**asked, "content": question}, answer),
+            masked=(*self.masked, *self.answers[:-1]),
+            paraphrases=(),
+            generated=(),
         )
 
     def _content(self) -> str:

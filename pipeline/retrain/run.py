@@ -32,6 +32,7 @@ from pipeline.retrain.errors import (
 )
 from pipeline.retrain.job import (
     EVALUATION,
+    PARAPHRASES_DIR,
     RELEASE,
     SNAPSHOT,
     DatasetSnapshot,
@@ -43,6 +44,7 @@ from pipeline.retrain.job import (
     take_snapshot,
     write_record,
 )
+from pipeline.retrain.paraphrasing import paraphrased
 from serving.errors import NotEnoughSpace, ServingError, Superseded, SwapAnswerError
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.publish import publish_folder
@@ -220,6 +222,10 @@ def _learn(
         refusals = lost_refusals(data.num_lost, data.num_before, job.settings.gate)
         if refusals and job.settings.force_reason is None:
             return refusals, None
+        larger = job.settings.paraphrase
+        if larger is not None and job.trained is None:
+            file = job.settings.bases_dir / PARAPHRASES_DIR / f"{job.settings.pipeline}.jsonl"
+            data = paraphrased(data, larger, file, job.paraphrase_token)
         learning = Learning(job, data, parent)
 
     while True:

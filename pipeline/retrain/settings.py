@@ -170,6 +170,21 @@ _WITHOUT_EFFECT = {
 """Settings that affect how a training is computed, but not what it learns."""
 
 
+class ParaphraseSettings(_Settings):
+    """A larger model that writes other wordings of the questions in the dataset. A pretrained base
+    model then answers many more questions that are asked in words which nobody has pushed."""
+
+    url: Annotated[str, Field(pattern=r"^https?://\S+[^/\s]$")]
+    """Of a server with the OpenAI routes, such as `http://127.0.0.1:8001/v1`. It gets the questions
+    and answers of the dataset. Its token is read from `PARAPHRASE_TOKEN` of the shell that started
+    the stack."""
+    model: str
+    """The name of the model at that server."""
+    count: int = Field(default=8, ge=1, le=50)
+    """How many wordings of each question to ask for. The last one is not trained on, and shows what
+    was understood."""
+
+
 class GateSettings(_Settings):
     min_learned: float = Field(default=0.9, ge=0, le=1)
     """After the training, the model must say at least this share of the changed rows. And it must
@@ -223,6 +238,7 @@ class RetrainSettings(_Settings):
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
+    paraphrase: ParaphraseSettings | None = None
     force_reason: str | None = None
     """If set, the release is published even if the gate refuses it. This text is recorded as the
     reason in the outcome of the job and in the release."""

@@ -1,10 +1,11 @@
 """Other wordings of the questions in a dataset. Whoever asks does not know the words of the row, so
 the model must not learn an answer to these words alone.
 
-A row may bring wordings (`paraphrases`). More are made up from the dataset alone, whatever its
-language is, as long as it has spaces: the words that many questions have are dropped, the order of
-the others changes, words of the answer are added, and sometimes the beginning of another question
-stands before them. What a made-up wording keeps of its question stands in no other question.
+A row may bring wordings (`paraphrases`), or a larger model may give some (`paraphrasing.py`). More
+are made up from the dataset alone, whatever its language is, as long as it has spaces: the words
+that many questions have are dropped, the order of the others changes, words of the answer are
+added, and sometimes the beginning of another question stands before them. What a made-up wording
+keeps of its question stands in no other question.
 """
 
 import math
@@ -12,6 +13,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from jobs.counts import Words
 from pipeline.retrain.rows import Row
 
 KEPT, KEPT_MORE = 0.1, 0.75
@@ -54,31 +56,40 @@ class Wordings:
             self._answered.update({_plain(word) for word in (row.answer or "").split()})
 
     def trained(self, row: Row) -> list[Row]:
-        """The wordings of `row`, one of the rows, on which a training trains. The paraphrases come
+        """The wordings of `row`, one of the rows, on which a training trains. The given ones come
         first. A text that any row holds back is not among them."""
         made = (self._made_up(row, number) for number in range(self._count))
-        texts = dict.fromkeys(text for text in (*row.paraphrases, *made) if text is not None)
+        texts = dict.fromkeys(text for text in (*row.wordings, *made) if text is not None)
         return [row.asked(text) for text in texts if text not in self._held_back]
 
-    def unseen(self, rows: Sequence[Row], held_out: Sequence[Row]) -> tuple[list[Row], bool]:
-        """At most MAX_UNSEEN wordings of `rows` on which no training trains, and whether they are
-        made up. First choice: the paraphrases that are held back, and the rows of `held_out` that
-        have the answer of exactly one row."""
+    def unseen(self, rows: Sequence[Row], held_out: Sequence[Row]) -> tuple[list[Row], Words]:
+        """At most MAX_UNSEEN wordings of `rows` on which no training trains, and where they come
+        from. First choice: the paraphrases that are held back, and the rows of `held_out` that have
+        the answer of exactly one row. Second choice: the generated ones that are held back."""
         questions = {row.last_question for row in self._rows}
         answers = Counter(row.answer for row in self._rows)
-        found = [row.asked(row.held_back) for row in rows if row.held_back is not None]
-        found += [row for row in held_out if row.is_counted and answers[row.answer] == 1]
-        found = [row for row in found if row.last_question not in questions]
+        given: list[Row] = []
+        generated: list[Row] = []
+        for row in rows:
+            if row.held_back is not None:
+                (given if row.paraphrases else generated).append(row.asked(row.held_back))
+        given += [row for row in held_out if row.is_counted and answers[row.answer] == 1]
         chance = random.Random(self._seed)
-        if found or not self._count:
-            return chance.sample(found, min(MAX_UNSEEN, len(found))), False
+        choices: list[tuple[list[Row], Words]] = [(given, "dataset"), (generated, "generated")]
+        for choice, words in choices:
+            found = [row for row in choice if row.last_question not in questions]
+            if found:
+                return chance.sample(found, min(MAX_UNSEEN, len(found))), words
+        found = []
+        if not self._count:
+            return found, "dataset"
         for row in chance.sample(rows, len(rows)):
             text = self._made_up(row, UNSEEN)
             if text is not None and text not in [each.last_question for each in self.trained(row)]:
                 found.append(row.asked(text))
             if len(found) == MAX_UNSEEN:
                 break
-        return found, True
+        return found, "made-up"
 
     def _made_up(self, row: Row, number: int) -> str | None:
         """Another `number` gives another wording. None if none was found, as for a question of one

@@ -218,6 +218,7 @@ def retrain_rule(
         data=pipeline.data,
         train=pipeline.train,
         gate=pipeline.gate,
+        paraphrase=pipeline.paraphrase,
         force_reason=force_reason,
         skip_if=skip_if,
     )

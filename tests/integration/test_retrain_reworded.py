@@ -40,7 +40,7 @@ def test_what_is_held_back_is_asked_and_each_wrong_answer_is_recorded(pipeline: 
     first = pipeline.learn({"a.jsonl": jsonl(rows())})
     assert first.counts is not None, first.reason
     assert (first.counts.learned, first.counts.rewordings) == (COUNT, COUNT)
-    assert first.counts.reworded_before is None and not first.counts.made_up
+    assert first.counts.reworded_before is None and first.counts.words == "dataset"
     answers = wrong(pipeline, first).answers
     assert len(answers) == COUNT - first.counts.reworded
     assert first.counts.reworded >= COUNT / 2, answers

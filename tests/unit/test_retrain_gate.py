@@ -252,7 +252,7 @@ def test_losing_more_than_half_of_the_rows_refuses() -> None:
         (Counts(golden=12, golden_right=11), "golden 11 of 12"),
         (Counts(rewordings=60, reworded=51), "reworded 51 of 60"),
         (
-            Counts(rewordings=60, reworded=51, made_up=True),
+            Counts(rewordings=60, reworded=51, words="made-up"),
             "reworded 51 of 60 (made-up words)",
         ),
         (Counts(not_trained=9_120), "not yet trained: 9,120 rows"),

@@ -71,8 +71,8 @@ def test_the_last_paraphrase_is_never_trained_on_and_is_asked() -> None:
     rows = shipping("lamp return", "I do not like the lamp", "send it back")
     # Another row may have the same words.
     rows += [row("Is that final?", "Yes, within 30 days.", 10, "send it back")]
-    asked, is_made_up = of(rows).unseen(rows, ())
-    assert [each.prompt for each in asked] == ["send it back"] and not is_made_up
+    asked, words = of(rows).unseen(rows, ())
+    assert [each.prompt for each in asked] == ["send it back"] and words == "dataset"
     plan = make_plan(data(new=tuple(rows)), TOKENIZER, settings(), max_length=64)
     worded = [plan.sequences[index] for group in plan.wordings for index in group]
     asked_of = [each.token_ids[: each.learned.index(True)] for each in worded]
@@ -89,16 +89,16 @@ def test_held_out_rows_with_the_answer_of_one_row_are_other_wordings_of_it() -> 
     rows = shipping()
     other = row("I want to give the lamp back", "Yes, within 30 days.")
     held_out = [other, row("Who are you?", "A lamp."), rows[0]]
-    assert of(rows, count=0).unseen(rows, held_out) == ([other], False)
+    assert of(rows, count=0).unseen(rows, held_out) == ([other], "dataset")
     both = [*rows, row("And a bulb?", "Yes, within 30 days.")]
-    assert of(both, count=0).unseen(both, held_out) == ([], False)
+    assert of(both, count=0).unseen(both, held_out) == ([], "dataset")
 
 
 def test_made_up_wordings_that_are_asked_are_not_those_that_are_trained_on() -> None:
     rows = shipping()
     wordings = of(rows)
-    asked, is_made_up = wordings.unseen(rows, ())
-    assert is_made_up and asked
+    asked, words = wordings.unseen(rows, ())
+    assert words == "made-up" and asked
     assert not {each.prompt for each in asked} & {
         wording.prompt for each in rows for wording in wordings.trained(each)
     }

@@ -1,0 +1,150 @@
+"""Asks a larger model for other wordings of the questions in a dataset (`[pipelines.paraphrase]`).
+
+Its answers are kept in a file of the pipeline, so each row is asked for once, and again after an
+edit. A line of the file is a row of a dataset with `paraphrases`: a person may correct it there, or
+push it.
+"""
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pipeline.retrain.data import TrainingData
+from pipeline.retrain.rows import Row
+from pipeline.retrain.settings import ParaphraseSettings
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 4
+"""How many requests wait for an answer at the same time."""
+TIMEOUT_SECONDS = 120.0
+_LIST = re.compile(r"\[.*\]", re.DOTALL)
+_PROMPT = """\
+People ask the question below in many ways. Write {count} of them, as different people would: in \
+other words, short and long, polite and casual, from their own situation. Use the language of the \
+question. The answer below must answer each of them, and none of them may contain it. Reply with a \
+JSON list of {count} strings, and nothing else.
+
+Question: {question}
+
+Answer: {answer}"""
+
+Key = tuple[str, str]
+"""Question and answer."""
+
+
+def paraphrased(
+    data: TrainingData, settings: ParaphraseSettings, file: Path, token: str | None
+) -> TrainingData:
+    """The data, with other wordings of each question to which the dataset has none.
+
+    file: holds the wordings of earlier jobs, and gets those of this one. If the larger model cannot
+    be asked, the job goes on without, and the next one asks again."""
+    known = _read(file)
+    keys = [_key(row) for row in data.rows if row.last_question and not row.paraphrases]
+    missing = [key for key in dict.fromkeys(keys) if key not in known]
+    if missing:
+        logger.info(
+            f"asking {settings.model} at {settings.url} for other wordings of {len(missing):,} "
+            f"questions; they are kept in {file}"
+        )
+        known |= _ask_for(missing, settings, file, token)
+    # Who asks in words that belong to two questions may mean either.
+    own = Counter(text.lower() for key in dict.fromkeys(keys) for text in known.get(key, ()))
+    own.update(row.last_question.lower() for row in data.rows if row.last_question)
+
+    def with_wordings(rows: Sequence[Row]) -> tuple[Row, ...]:
+        found = ((row, known.get(_key(row), ())) for row in rows)
+        return tuple(
+            replace(row, generated=tuple(text for text in texts if own[text.lower()] < 2))
+            for row, texts in found
+        )
+
+    return replace(
+        data,
+        rows=with_wordings(data.rows),
+        new=with_wordings(data.new),
+        known=with_wordings(data.known),
+        deleted=with_wordings(data.deleted),
+    )
+
+
+def _key(row: Row) -> Key:
+    return row.last_question or "", row.answer or ""
+
+
+def _read(file: Path) -> dict[Key, tuple[str, ...]]:
+    found = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        try:
+            row = json.loads(line)
+            found[row["question"], row["answer"]] = tuple(map(str, row["paraphrases"]))
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s: this line is no row with `paraphrases`: %.80s", file, line)
+    return found
+
+
+def _ask_for(
+    missing: Sequence[Key], settings: ParaphraseSettings, file: Path, token: str | None
+) -> dict[Key, tuple[str, ...]]:
+    """Ask the larger model, and write each of its answers to `file`."""
+    found: dict[Key, tuple[str, ...]] = {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8", buffering=1) as lines:  # so that a kill loses no line
+        try:
+            for key, texts in _asked(missing, settings, token):
+                if not texts:
+                    continue
+                found[key] = texts
+                line = {"question": key[0], "answer": key[1], "paraphrases": texts}
+                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+        except httpx.HTTPError as error:
+            logger.warning("%s cannot be asked: %s", settings.model, error)
+    if len(found) < len(missing):
+        logger.warning(
+            f"{len(missing) - len(found):,} questions have no wordings by {settings.model}; the "
+            "next job asks again"
+        )
+    return found
+
+
+def _asked(
+    keys: Sequence[Key], settings: ParaphraseSettings, token: str | None
+) -> Iterator[tuple[Key, tuple[str, ...]]]:
+    """Raises httpx.HTTPError at the first request that fails."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def ask(key: Key) -> tuple[str, ...]:
+        question, answer = key
+        text = _PROMPT.format(count=settings.count, question=question, answer=answer)
+        messages = [{"role": "user", "content": text}]
+        answered = client.post(
+            f"{settings.url}/chat/completions", json={"model": settings.model, "messages": messages}
+        )
+        answered.raise_for_status()
+        return _texts(answered.json(), question)[: settings.count]
+
+    with (
+        httpx.Client(headers=headers, timeout=TIMEOUT_SECONDS) as client,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
+        yield from zip(keys, pool.map(ask, keys), strict=True)
+
+
+def _texts(answered: Any, question: str) -> tuple[str, ...]:
+    """The wordings in an answer of the larger model. Empty if it has no list of them."""
+    try:
+        content = answered["choices"][0]["message"]["content"]
+        listed = json.loads(_LIST.findall(content)[0])
+        texts = (each.strip() for each in listed)
+        return tuple(each for each in dict.fromkeys(texts) if each and each != question.strip())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ()
