@@ -44,11 +44,19 @@ class Size:
     base_model: str
     wordings: int
     """Made-up ones of each row; -1 for the default."""
+    generated: int
+    """Wordings of each row by a larger model, of those in `<set>.generated.jsonl`."""
     threads: int = len(os.sched_getaffinity(0))
 
 
-FULL = Size(sets=("support", "products", "clinic"), rows=1_000, base_model="smollm2", wordings=-1)
-SMALL = Size(sets=("products",), rows=6, base_model="preset:tiny", wordings=2)
+FULL = Size(
+    sets=("support", "products", "clinic"),
+    rows=1_000,
+    base_model="smollm2",
+    wordings=-1,
+    generated=0,
+)
+SMALL = Size(sets=("products",), rows=6, base_model="preset:tiny", wordings=2, generated=0)
 
 
 def measure(size: Size) -> Result:
@@ -69,6 +77,8 @@ def _of_set(home: Path, name: str, size: Size) -> list[Figure]:
     base = str(checkpoint_folder()) if size.base_model == "smollm2" else size.base_model
     train = {} if size.wordings < 0 else {"wordings": size.wordings}
     pipeline = Pipeline(home, base_model=base, train=train, gate={"min_learned": 0})
+    if size.generated:
+        _give_generated(pipeline, name, [*rows, *_changed(rows)], size.generated)
     pushed = rows[: len(rows) - ADDED] if len(rows) > 2 * ADDED else rows
     first, seconds = _job(pipeline, pushed, size)
     figures = [
@@ -97,6 +107,17 @@ def _chosen(name: str, count: int) -> tuple[list[dict[str, str]], dict[str, dict
     wanted = {question for ways in asked.values() for question in ways}
     rows.sort(key=lambda row: row["question"] not in wanted)
     return rows[:count], asked
+
+
+def _give_generated(
+    pipeline: Pipeline, name: str, rows: Sequence[Mapping[str, str]], count: int
+) -> None:
+    """As if an earlier job had asked the larger model. Nothing listens on port 9."""
+    found = {each["question"]: each["paraphrases"] for each in _lines(f"{name}.generated.jsonl")}
+    file = pipeline.home / "bases" / "paraphrases" / f"{pipeline.settings['pipeline']}.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(jsonl({**row, "paraphrases": found[row["question"]][:count]} for row in rows))
+    pipeline.settings["paraphrase"] = {"url": "http://127.0.0.1:9/v1", "model": "larger"}
 
 
 def _lines(file: str) -> list[dict[str, Any]]:
