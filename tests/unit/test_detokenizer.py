@@ -224,26 +224,3 @@ def test_offsets_are_those_of_tokens_that_come_one_by_one(text: str, kind: str) 
         wanted.append(offset)
         offset += len(detokenizer.add(token_id))
     assert list(text_offsets(tokenizer, token_ids)) == wanted
-
-
-def test_offsets_of_plain_text_need_one_call_of_the_decoder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    token_ids = BYTES.encode("plain text " * 50)
-    list(text_offsets(BYTES, token_ids))  # reads the texts of all tokens once
-    num_calls = 0
-    decode = ReleaseTokenizer.decode
-
-    def counted(*args: Any, **options: Any) -> str:
-        nonlocal num_calls
-        num_calls += 1
-        return decode(*args, **options)
-
-    monkeypatch.setattr(ReleaseTokenizer, "decode", counted)
-    assert list(text_offsets(BYTES, token_ids)) == list(range(550))
-    assert num_calls == 1
-
-
-def test_many_tokens_are_decoded_as_few_are() -> None:
-    token_ids = BYTES.encode("Grüße " * 400)
-    assert BYTES.decode(token_ids) == "Grüße " * 400

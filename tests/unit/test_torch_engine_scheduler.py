@@ -1,4 +1,4 @@
-"""What a step computes, and what becomes of its events if it fails."""
+"""What a step computes: how much of the prompts, and at what cost in memory."""
 
 import asyncio
 from collections.abc import Iterator
@@ -50,29 +50,6 @@ def submit(
     return sequence
 
 
-def test_a_sequence_that_ended_in_a_step_that_failed_gets_its_end(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = Scheduler(Runner(), TorchEngineSettings())
-    first = submit(scheduler, Generation(prompt=(1, 2), max_tokens=1, temperature=0.0), loop)
-    second = submit(scheduler, Generation(prompt=(3, 4), max_tokens=5, temperature=0.0), loop)
-
-    def fail(token_id: int) -> bool:
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(second.logits_processor, "add", fail)
-    with pytest.raises(RuntimeError, match="out of order"):
-        scheduler.step(num_schedulers=1)
-    error = EngineError("a step failed")
-    (ended, end), (failed, found) = scheduler.fail(error)
-    assert ended is first
-    assert isinstance(end, Step)
-    assert end.finish_reason == "length"
-    assert (failed, found) == (second, error)
-    assert scheduler.fail(error) == []
-    assert scheduler.untouched_bytes == 80 * 100
-
-
 def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,28 +79,6 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
         assert isinstance(first, Step)
         is_scored = sequence.generation.num_prompt_logprobs is not None
         assert len(first.prompt_logprobs or ()) == (74 if is_scored else 0)
-
-
-def test_a_preempted_sequence_takes_no_memory_while_it_waits(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-    runner = Runner()
-    runner.cache_size = KvCacheSize(
-        num_slots=8, num_blocks=10, block_tokens=16, block_bytes=100, context=160
-    )
-    scheduler = Scheduler(runner, TorchEngineSettings())
-    for number in range(3):
-        generation = Generation(prompt=(number,) * 30, max_tokens=100, temperature=0.0)
-        submit(scheduler, generation, loop)
-    while not scheduler.is_idle:
-        scheduler.step(num_schedulers=1)
-        batch = runner.batches[-1]
-        assert batch.slots or batch.chunks
-        lengths = [length + 1 for length in batch.lengths]
-        lengths += [chunk.start + len(chunk.token_ids) for chunk in batch.chunks]
-        held = sum(runner.cache_size.blocks(length) for length in lengths)
-        assert scheduler.untouched_bytes <= (10 - held) * 100
-    assert any(len(chunk.token_ids) > 30 for batch in runner.batches for chunk in batch.chunks)
 
 
 @pytest.mark.parametrize(
