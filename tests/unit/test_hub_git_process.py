@@ -1,6 +1,5 @@
 """The hub ends a git process that needs too long, and notices one that fails."""
 
-import logging
 import os
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from pipeline.hub.errors import HubError, TooSlow
 from pipeline.hub.git import git
 from pipeline.hub.repositories import Repository, RepositoryName, read_refs
-from pipeline.hub.routes.discussions import difference
 
 
 @pytest.fixture
@@ -53,13 +51,3 @@ def test_only_a_ref_that_git_cannot_read_keeps_the_hub_from_the_others(facts: Re
     (heads / "main").write_text("garbage\n")
     with pytest.raises(HubError, match="broken ref refs/heads/main"):
         read_refs(facts)
-
-
-def test_a_difference_that_git_cannot_make_is_not_an_empty_one(
-    facts: Repository, caplog: pytest.LogCaptureFixture
-) -> None:
-    one, other = (commit(facts, title) for title in ("one", "other"))
-    assert difference(facts, one, one) == ""
-    with caplog.at_level(logging.WARNING):
-        assert "not shown, because git failed" in difference(facts, one, other)
-    assert "no merge base" in caplog.text

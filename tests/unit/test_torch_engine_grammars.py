@@ -1,7 +1,6 @@
 """Grammars inside the engine: bounds, dead ends, and what the other sequences notice of them."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -119,9 +118,7 @@ def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary() -> None:
     ("kind", "text", "reason"),
     [
         ("json_schema", '{"a":' * 20_000 + "1" + "}" * 20_000, "recursion limit"),
-        ("grammar", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "recursion depth exceeded"),
-        # These fail only when the first tokens are looked for.
-        ("choice", json.dumps([f"c{n:07d}" for n in range(13_000)]), "Current row has 13001 items"),
+        # This fails only when the first tokens are looked for.
         ("grammar", "root ::= " + " | ".join(f'[a-z]+ "{n}"' for n in range(2500)), "Current row"),
     ],
 )
@@ -209,17 +206,6 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> 
 
     asyncio.run(scenario())
     assert compiler.begun == ["a", "c", "d", "b"]
-
-
-def test_a_refusal_is_remembered(compiler: Compiler) -> None:
-    async def scenario() -> None:
-        for _ in range(2):
-            with pytest.raises(GenerationRefused, match="cannot be compiled"):
-                await compiler.begin("(")
-
-    compiler.gate.set()
-    asyncio.run(scenario())
-    assert compiler.begun == ["("]
 
 
 def test_compiling_is_bounded_in_time(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

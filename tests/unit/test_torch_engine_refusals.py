@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConfig
 
-from serving.engines.torch_engine import generic, slots, staging
+from serving.engines.torch_engine import generic, staging
 from serving.errors import ReleaseError
 from serving.weights.publish import manifest_of_folder, publish_folder
 from serving.weights.verify import verify_release
@@ -59,25 +59,12 @@ def edit_manifest(name: str, **changes: Any) -> Callable[[Published], Published]
     return edit
 
 
-def truncate(published: Published) -> Published:
-    path = published.folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    return published
-
-
-def remove_shard(published: Published) -> Published:
-    (published.folder / "model.safetensors").unlink()
-    return published
-
-
 SHARD = r"model\.safetensors"
 
 
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (remove_shard, SHARD + ".*missing"),
-        (truncate, SHARD + ".*cannot be read"),
         (edit_manifest("model.norm.weight"), "tensor model.norm.weight: in no shard"),
         (
             edit_manifest("model.norm.weight", dtype="I64"),
@@ -242,24 +229,6 @@ def test_memory_that_the_live_release_may_still_take_is_not_free(
     with pytest.raises(ReleaseError, match=r"other releases may still take 8355840\."):
         asyncio.run(scenario(49 << 20))
     assert asyncio.run(scenario(47 << 20)) == 2
-
-
-def test_addresses_that_the_system_does_not_give_are_named(
-    first: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(slots.mmap, "mmap", refuse)
-    monkeypatch.setattr(staging, "read_tensors", None)
-
-    async def scenario() -> None:
-        async with engine_with() as engine:
-            with pytest.raises(ReleaseError, match=r"128 slots of 128 tokens: .*Cannot allocate"):
-                await engine.stage(first.release, first.folder)
-            assert not engine.residents
-
-    asyncio.run(scenario())
 
 
 def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Published) -> None:

@@ -56,34 +56,6 @@ async def test_two_releases_generate_side_by_side_and_each_as_itself(tmp_path: P
     assert answer == expected(b.network, prompt(5), 20)
 
 
-async def test_unchanged_tensors_are_shared_and_not_read(first: Published, tmp_path: Path) -> None:
-    layer = "model.layers.1."
-    names = (layer + "self_attn.k_proj.weight", layer + "post_attention_layernorm.weight")
-    second = changed(first.network, tmp_path / "b", nudge(*names), max_shard_bytes=20_000)
-    async with engine_with(first, second) as engine:
-        found = engine.residents
-        answers = [tokens(await ask(engine, one.id, greedy(prompt(9)))) for one in (first, second)]
-        one, other = (engine._steps._schedulers[p.id]._runner for p in (first, second))
-        is_shared = [
-            one._embedding is other._embedding,
-            one._head is other._head,
-            one._layers[0].gate_up is other._layers[0].gate_up,
-            one._layers[1].down is other._layers[1].down,
-            one._layers[1].qkv is other._layers[1].qkv,
-        ]
-    assert is_shared == [True, True, True, True, False]
-    assert answers == [expected(one.network, prompt(9)) for one in (first, second)]
-    # What is fused with the changed key projection is read with it.
-    sizes = {
-        name: tensor.nbytes for name, tensor in second.network.state_dict(keep_vars=True).items()
-    }
-    whole = sum(sizes.values()) - sizes["lm_head.weight"]
-    fused = [f"{layer}self_attn.{each}_proj.weight" for each in "qv"]
-    read = sum(sizes[name] for name in (*names, *fused))
-    assert found[first.id].read_bytes == whole
-    assert found[second.id].read_bytes == read
-
-
 HEAD_NORMS = Qwen3Config(**llama_config(tie_word_embeddings=True).to_diff_dict() | {"head_dim": 16})
 
 
