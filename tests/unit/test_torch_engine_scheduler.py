@@ -1,4 +1,4 @@
-"""What a step computes: how much of the prompts, and at what cost in memory."""
+"""What a step computes of the prompts, and at what cost in memory."""
 
 import asyncio
 from collections.abc import Iterator
@@ -42,14 +42,6 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def submit(
-    scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop
-) -> EngineSequence:
-    sequence = EngineSequence("r000001-00000000", generation, loop)
-    scheduler.submit(sequence)
-    return sequence
-
-
 def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +57,9 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
             temperature=0.0,
             num_prompt_logprobs=0 if scored else None,
         )
-        answers[submit(scheduler, generation, loop)] = []
+        sequence = EngineSequence("r000001-00000000", generation, loop)
+        scheduler.submit(sequence)
+        answers[sequence] = []
     while not scheduler.is_idle:
         for sequence, event in scheduler.step(num_schedulers=1):
             answers[sequence].append(event)
@@ -79,50 +73,3 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
         assert isinstance(first, Step)
         is_scored = sequence.generation.num_prompt_logprobs is not None
         assert len(first.prompt_logprobs or ()) == (74 if is_scored else 0)
-
-
-@pytest.mark.parametrize(
-    ("num_schedulers", "max_batch", "expected"),
-    [
-        # `step_seconds` is 25 tokens for each sequence that waits.
-        (1, 64, [100, 75, 75, 50, 25, 25, 25, 25]),
-        # Only one of the waiting sequences has room.
-        (1, 3, [25] * 16),
-        # The streams of the other release wait too, and their number is not known here.
-        (2, 64, [12] * 33),
-    ],
-)
-def test_a_prefill_may_take_longer_if_several_sequences_wait(
-    num_schedulers: int,
-    max_batch: int,
-    expected: list[int],
-    loop: asyncio.AbstractEventLoop,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: now)
-
-    class Slow(Runner):
-        def forward(self, batch: Batch) -> torch.Tensor:
-            nonlocal now
-            now += sum(len(chunk.token_ids) for chunk in batch.chunks) / 512
-            return super().forward(batch)
-
-    runner = Slow()
-    monkeypatch.setattr(scheduler_module, "_MIN_PREFILL_TOKENS", 1)
-    settings = TorchEngineSettings(step_seconds=25 / 512, max_batch=max_batch)
-    scheduler = Scheduler(runner, settings)
-    for number in range(2):
-        generation = Generation(prompt=(number,) * 50, max_tokens=100, temperature=0.0)
-        submit(scheduler, generation, loop)
-        scheduler.step(num_schedulers=1)
-    while len(scheduler._decoding) < 2:
-        scheduler.step(num_schedulers=1)
-    for number in range(2, 6):
-        generation = Generation(prompt=(number,) * 100, max_tokens=1, temperature=0.0)
-        submit(scheduler, generation, loop)
-    runner.batches.clear()
-    while scheduler._waiting or scheduler._prefilling:
-        scheduler.step(num_schedulers=num_schedulers)
-    prefilled = [sum(len(chunk.token_ids) for chunk in batch.chunks) for batch in runner.batches]
-    assert prefilled[: len(expected)] == expected

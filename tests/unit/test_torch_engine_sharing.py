@@ -4,6 +4,7 @@ waits, who leaves, and that memory goes."""
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,17 @@ async def test_a_third_release_waits_until_one_of_two_ends(
     assert found == expected(third.network, prompt(6))
 
 
-def test_memory_goes_with_the_last_generation(first: Published, tmp_path: Path) -> None:
+@pytest.fixture
+def no_garbage_is_collected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_memory_goes_with_the_last_generation(
+    first: Published, tmp_path: Path, no_garbage_is_collected: None
+) -> None:
     second = changed(first.network, tmp_path / "b", nudge("model.norm.weight"))
 
     def watch(engine: TorchEngine, release_id: str) -> dict[str, weakref.ref[Any]]:
@@ -151,28 +162,19 @@ def test_memory_goes_with_the_last_generation(first: Published, tmp_path: Path) 
             "shared": weakref.ref(runner._head),
         }
 
-    async def scenario() -> tuple[set[str], set[str]]:
-        async with engine_with(first, second) as engine:
-            watched = watch(engine, first.id)
-            running = engine.generate(first.id, greedy(prompt(5), max_tokens=50))
-            await anext(running)
-            await engine.unload(first.id)
-            during = {name for name, ref in watched.items() if ref() is not None}
-            async for _ in running:
-                pass
-            await until(lambda: first.id not in engine.residents)
-            after = {name for name, ref in watched.items() if ref() is not None}
-            await engine.unload(second.id)
-            await until(lambda: not engine.residents)
-            assert watched["shared"]() is None
-            return during, after
-
-    gc.collect()
-    gc.disable()
-    try:
-        during, after = asyncio.run(scenario())
-    finally:
-        gc.enable()
+    async with engine_with(first, second) as engine:
+        watched = watch(engine, first.id)
+        running = engine.generate(first.id, greedy(prompt(5), max_tokens=50))
+        await anext(running)
+        await engine.unload(first.id)
+        during = {name for name, ref in watched.items() if ref() is not None}
+        async for _ in running:
+            pass
+        await until(lambda: first.id not in engine.residents)
+        after = {name for name, ref in watched.items() if ref() is not None}
+        await engine.unload(second.id)
+        await until(lambda: not engine.residents)
+        assert watched["shared"]() is None
     assert during == {"runner", "slots", "norm", "shared"}
     assert after == {"shared"}
 

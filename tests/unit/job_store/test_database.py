@@ -4,21 +4,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, event, inspect, text
+from sqlalchemy import create_engine, event, text
 
 from jobs.errors import OtherSchema, StoreError
 from jobs.job import delivery_ids as delivery_ids_of
 from jobs.schema import update_job, writing
 from jobs.store import JobStore
 from tests.jobs_fixtures import delivery, spec
-
-
-def test_the_database_itself_refuses_a_second_pending_job(store: JobStore, store_url: str) -> None:
-    store.submit(spec())
-    engine = create_engine(store_url)
-    names = {index["name"] for index in inspect(engine).get_indexes("jobs")}
-    engine.dispose()
-    assert {"one_pending_job_per_pipeline", "one_running_job_per_pipeline"} <= names
 
 
 @pytest.mark.parametrize("revision", ["0003", "jobs9"], ids=["older", "newer"])
@@ -61,13 +53,6 @@ def test_a_store_is_opened_by_many_at_once(store_url: str) -> None:
     assert len(stores) == 4
     for opened in stores:
         opened.close()
-
-
-def test_jobs_outlive_the_store_that_took_them(store_url: str) -> None:
-    with JobStore.open(store_url) as first:
-        job = first.submit(spec("b", "a"), payload={"n": 1})
-    with JobStore.open(store_url) as second:
-        assert second.get(job.id) == job
 
 
 @pytest.mark.parametrize(
