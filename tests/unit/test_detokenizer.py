@@ -1,6 +1,6 @@
 """Text that comes in tokens is the text that comes at once, and stop strings cut it the same."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,22 +101,6 @@ def test_special_tokens_are_shown_if_they_are_asked_for() -> None:
     detokenizer = Detokenizer(BYTES, skip_special_tokens=False)
     assert detokenizer.add(256) == "<eos>"
     assert Detokenizer(BYTES).add(256) == ""
-
-
-@pytest.mark.parametrize("token_id", [BYTES.encode("€")[0], 256])
-def test_tokens_that_never_form_a_character_wait_for_few(token_id: int) -> None:
-    longest = 0
-
-    class Counting(ReleaseTokenizer):
-        def decode(self, token_ids: Any, **options: Any) -> str:
-            nonlocal longest
-            longest = max(longest, len(token_ids))
-            return super().decode(token_ids, **options)
-
-    counting = Counting(**{each.name: getattr(BYTES, each.name) for each in fields(BYTES)})
-    found = pieces(counting, [token_id] * 500)
-    assert "".join(found) == BYTES.decode([token_id] * 500)
-    assert longest <= 40
 
 
 def test_a_leading_space_is_kept_inside_a_text() -> None:

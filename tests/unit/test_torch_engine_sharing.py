@@ -38,25 +38,6 @@ from tests.torch_engine_fixtures import (
 __all__ = ["first"]
 
 
-async def test_two_releases_generate_side_by_side_and_each_as_itself(tmp_path: Path) -> None:
-    config = llama_config()
-    a, b = (publish(build(config, seed), tmp_path / str(seed)) for seed in (1, 2))
-    async with engine_with(a) as engine:
-        old = engine.generate(a.id, greedy(prompt(5), max_tokens=60))
-        head = tokens([await anext(old)])
-        await engine.stage(b.release, b.folder)
-        await engine.commit(b.id)
-        new = asyncio.create_task(ask(engine, b.id, greedy(prompt(5), max_tokens=20)))
-        await engine.unload(a.id)
-        with pytest.raises(EngineError, match="not staged"):
-            await ask(engine, a.id, greedy(prompt(5)))
-        rest = tokens([step async for step in old])
-        await until(lambda: list(engine.residents) == [b.id])
-        answer = tokens(await new)
-    assert head + rest == expected(a.network, prompt(5), 60)
-    assert answer == expected(b.network, prompt(5), 20)
-
-
 HEAD_NORMS = Qwen3Config(**llama_config(tie_word_embeddings=True).to_diff_dict() | {"head_dim": 16})
 
 

@@ -4,13 +4,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import create_engine, text
 
 from jobs.errors import OtherSchema, StoreError
-from jobs.job import delivery_ids as delivery_ids_of
 from jobs.schema import update_job, writing
 from jobs.store import JobStore
-from tests.jobs_fixtures import delivery, spec
+from tests.jobs_fixtures import spec
 
 
 @pytest.mark.parametrize("revision", ["0003", "jobs9"], ids=["older", "newer"])
@@ -96,20 +95,3 @@ def test_a_store_whose_file_was_deleted_takes_nothing(tmp_path: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"nowhere.*create it first"):
         JobStore.open(tmp_path / "nowhere" / "jobs.db")
-
-
-def test_a_list_names_the_deliveries_of_its_jobs_whoever_submits_meanwhile(
-    store: JobStore, store_url: str
-) -> None:
-    store.submit(spec("b", "a"), delivery=delivery("d1"))
-    with JobStore.open(store_url) as other:
-
-        @event.listens_for(store._engine, "before_cursor_execute")
-        def submit_between(*called: object) -> None:
-            _, _, statement, *_ = called
-            if "FROM deliveries" in str(statement) and len(other.list()) == 1:
-                other.submit(spec("b", "a", pipeline="another"), delivery=delivery("d2"))
-
-        (listed,) = store.list(limit=1)
-        assert len(other.list()) == 2, "it was submitted meanwhile"
-    assert delivery_ids_of(listed) == ("d1",)
