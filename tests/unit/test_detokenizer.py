@@ -64,11 +64,6 @@ def test_text_comes_back_character_by_character(text: str) -> None:
         assert all("\ufffd" not in piece for piece in found)
 
 
-@given(st.lists(st.integers(0, 256), max_size=60))
-def test_any_bytes_are_said_as_they_are_said_at_once(token_ids: list[int]) -> None:
-    assert "".join(pieces(BYTES, token_ids)) == BYTES.decode(token_ids)
-
-
 @given(st.lists(st.integers(0, 256), max_size=20), st.lists(st.integers(0, 256), max_size=60))
 def test_what_follows_a_prompt_is_said_as_it_is_said_at_once(
     prompt: list[int], token_ids: list[int]

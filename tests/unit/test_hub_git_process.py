@@ -30,8 +30,8 @@ def commit(folder: Path) -> str:
 
 def test_only_a_ref_that_git_cannot_read_keeps_the_hub_from_the_others(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q", "--bare")
-    name = RepositoryName(type="dataset", owner="local", name="facts")
-    facts = Repository(id="1", name=name, created_at=0, folder=tmp_path)
+    of_facts = RepositoryName(type="dataset", owner="local", name="facts")
+    facts = Repository(id="1", name=of_facts, created_at=0, folder=tmp_path)
     sha = commit(tmp_path)
     heads = tmp_path / "refs" / "heads"
     for name in ("main", "no..name"):  # git warns of the second one, which is no ref

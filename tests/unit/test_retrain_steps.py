@@ -303,16 +303,13 @@ def test_a_record_that_finds_no_room_is_a_temporary_error_of_the_training(
 
 
 @pytest.mark.parametrize("kept", [0, 100, -100])
-def test_a_training_whose_checkpoint_is_damaged_starts_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: int
-) -> None:
+def test_a_training_whose_checkpoint_is_damaged_starts_again(tmp_path: Path, kept: int) -> None:
     done, first = run(tmp_path, plan_of(rows(4)))
     file = tmp_path / done.file
     file.write_bytes(file.read_bytes()[:kept])
     again, both = run(tmp_path, plan_of(rows(4)))
     assert again == done
     assert [each.step for each in both] == 2 * [each.step for each in first]
-    assert f"{file} cannot be read, so this training starts again" in caplog.text
 
 
 @pytest.mark.gpu

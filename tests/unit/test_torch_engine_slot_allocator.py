@@ -20,13 +20,10 @@ class Runner:
         )
         self.slots = [self]
         self.copied: list[int] = []
-        self.fails = False
 
     def truncate(self, slot: int, length: int) -> None: ...
 
     def copy(self, source: int, target: int, length: int) -> None:
-        if self.fails:
-            raise RuntimeError("no copy")
         self.copied.append(length)
 
 
@@ -76,19 +73,6 @@ def test_the_only_slot_is_taken_over_whatever_it_loses() -> None:
     answer(allocator, *SYSTEM, *FIRST)
     assert answer(allocator, *SYSTEM, *SECOND) == 400
     assert runner.copied == []
-
-
-def test_a_copy_that_fails_loses_no_slot() -> None:
-    allocator, runner = make_allocator()
-    answer(allocator, *SYSTEM, *FIRST)
-    num_free = allocator.num_free
-    runner.fails = True
-    for _ in range(10):
-        with pytest.raises(RuntimeError, match="no copy"):
-            allocator.allocate((*SYSTEM, *SECOND), num_spare=0, may_share=True)
-    assert allocator.num_free == num_free
-    runner.fails = False
-    assert answer(allocator, *SYSTEM, *SECOND) == 400
 
 
 @pytest.mark.parametrize("common", [17, 1023, 1024, 1025, 1500])
