@@ -1,4 +1,4 @@
-"""The sequences of a request: what fails, in what order they come, and when their slots are free."""
+"""The sequences of a request: what fails, their order, and when their slots are free."""
 
 import asyncio
 from collections.abc import AsyncGenerator
