@@ -11,7 +11,7 @@ from hypothesis import settings as bounded
 from hypothesis import strategies as st
 
 from serving.engine import Generation
-from serving.engines.torch_engine.sampling import draw, largest, logprobs, sample
+from serving.engines.torch_engine.sampling import draw, logprobs, sample
 from serving.engines.torch_engine.sequence import EngineSequence
 from tests.torch_engine_fixtures import sequence
 
@@ -119,24 +119,6 @@ def test_no_row_depends_on_the_others(settings: list[dict[str, Any]], seed: int)
         assert sample(together, logits) == one_by_one
 
 
-@quickly
-@given(
-    st.integers(1, 40),
-    st.sampled_from([1, 64, 4095, 4096, 4160, WIDE]),
-    st.booleans(),
-    st.integers(0, 99),
-)
-def test_largest_is_what_a_sort_gives(count: int, width: int, tied: bool, seed: int) -> None:
-    values = torch.randn(3, width, generator=torch.Generator().manual_seed(seed))
-    if tied:
-        values = values.round()
-    count = min(count, width)
-    found, at = largest(values, count)
-    assert torch.equal(found, values.sort(dim=-1, descending=True).values[:, :count])
-    assert torch.equal(values.gather(1, at), found)
-    assert all(len(set(row)) == count for row in at.tolist())
-
-
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 128, WIDE])
 def test_only_what_has_weight_is_drawn(width: int) -> None:
     """The largest number below 1, and 0, at both ends of a row that is mostly zero."""
@@ -186,15 +168,6 @@ def test_penalties_are_those_of_the_reference(
             expected[token_id] -= frequency * count + presence
         best = [int(expected.argmax()), int(logits[1].argmax())]
         assert sample([made, beside], logits) == best
-
-
-def test_a_sequence_that_waits_holds_no_penalties() -> None:
-    waiting = sequence(presence_penalty=1.0, repetition_penalty=1.1, seed=5)
-    assert waiting.logits_processor._token_counts is None
-    sample([waiting], torch.randn(1, 150_000))
-    counts = waiting.logits_processor._token_counts
-    assert counts is not None
-    assert 0 < counts._ids.nbytes + counts._counts.nbytes < 4096
 
 
 @quickly

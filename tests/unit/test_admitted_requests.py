@@ -57,37 +57,33 @@ async def nothing_is_sent(message: Any) -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
+async def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
     tmp_path: Path, turns: int
 ) -> None:
     """`turns` of the event loop lie between the moment in which it is let in and the end."""
     answers = answers_over(tmp_path)
     admission = answers.admission
-
-    async def story() -> None:
-        assert admission.live is not None
-        await answers.engine.stage(admission.live.release, admission.live.folder)
-        await answers.engine.commit(admission.live.id)
-        with admission.closed():
-            request = request_of_a_client_that_stays()
-            answer = answers.respond(request, ASKED, lambda live: plan_completion(ASKED, live))
-            asking = asyncio.create_task(answer(request.scope, request.receive, nothing_is_sent))
-            while not admission.num_waiting:
-                await asyncio.sleep(0)
-        while not admission.num_in_flight:
+    assert admission.live is not None
+    await answers.engine.stage(admission.live.release, admission.live.folder)
+    await answers.engine.commit(admission.live.id)
+    with admission.closed():
+        request = request_of_a_client_that_stays()
+        answer = answers.respond(request, ASKED, lambda live: plan_completion(ASKED, live))
+        asking = asyncio.create_task(answer(request.scope, request.receive, nothing_is_sent))
+        while not admission.num_waiting:
             await asyncio.sleep(0)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        # As a timeout does.
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        assert admission.num_in_flight == 0
-        waiting = next(
-            line
-            for line in generate_latest(answers.metrics.registry).decode().splitlines()
-            if line.startswith("vllm:num_requests_waiting{")
-        )
-        assert waiting.endswith(" 0.0")
-
-    asyncio.run(story())
+    while not admission.num_in_flight:
+        await asyncio.sleep(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    # As a timeout does.
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert admission.num_in_flight == 0
+    waiting = next(
+        line
+        for line in generate_latest(answers.metrics.registry).decode().splitlines()
+        if line.startswith("vllm:num_requests_waiting{")
+    )
+    assert waiting.endswith(" 0.0")

@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from pipeline.runner import by_hand, run
 from pipeline.runner.by_hand import with_runner
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import Dataset, submit_retraining
-from pipeline.settings import HANG_SECONDS, PipelineSettings, Settings, load_settings
+from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack.record import Child, StackRecord
-from pipeline.stack.services import Service
+from pipeline.stack.supervisor import Stack
 from pipeline.tokens import Tokens
 from tests.jobs_fixtures import until
 from tests.receiver_payloads import dataset_update
@@ -139,119 +137,24 @@ def test_the_payload_of_a_pipelines_first_job_says_that_nothing_came_before() ->
     ]
 
 
-class RecordedStack:
-    """Starts nothing."""
-
-    def __init__(
-        self, home: Home, services: Sequence[Service], *, hang_seconds: float = HANG_SECONDS
-    ) -> None:
-        self.hang_seconds = hang_seconds
-        self.num_checks = 0
-        self.is_stopped = False
-
-    def start(self) -> None:
-        pass
-
-    def check_services(self) -> list[str]:
-        return []
-
-    def stop(self) -> None:
-        self.is_stopped = True
-
-
-@pytest.fixture
-def stacks(monkeypatch: pytest.MonkeyPatch) -> list[RecordedStack]:
-    """The stacks that were made, instead of stacks with processes."""
-    made: list[RecordedStack] = []
-
-    def record(*arguments: Any, **options: Any) -> RecordedStack:
-        made.append(RecordedStack(*arguments, **options))
-        return made[-1]
-
-    monkeypatch.setattr(by_hand, "Stack", record)
-    return made
-
-
-@pytest.mark.parametrize("is_detached", [False, True])
-def test_the_services_of_one_job_may_be_silent_for_as_long_as_the_setting_says(
-    stacks: list[RecordedStack], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_detached: bool
-) -> None:
-    home = Home(tmp_path)
-    for name in ("HUB__PORT", "JOBS__METRICS_PORT"):
-        # `with_runner` sets these variables too. So the monkeypatch takes them back at the end.
-        monkeypatch.setenv(f"PIPELINE_{name}", "1")
-    monkeypatch.setenv("PIPELINE_STACK__HANG_SECONDS", "7")
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(run, "log_to_stderr", lambda *_: None)
-    if is_detached:
-        run.run_jobs(home, until_idle=True, with_hub=True)
-    else:
-        with with_runner(home, load_settings(), detach=False):
-            pass
-    assert [stack.hang_seconds for stack in stacks] == [7.0]
-
-
 def test_an_error_of_one_check_does_not_end_the_checks(
-    stacks: list[RecordedStack],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_once(stack: RecordedStack) -> list[str]:
-        stack.num_checks += 1
-        if stack.num_checks == 1:
+    checks: list[Stack] = []
+
+    def fail_once(stack: Stack) -> list[str]:
+        checks.append(stack)
+        if len(checks) == 1:
             raise ValueError("nobody expected this")
         return []
 
-    monkeypatch.setattr(RecordedStack, "check_services", fail_once)
+    monkeypatch.setattr(Stack, "check_services", fail_once)
     monkeypatch.setattr(by_hand, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(by_hand, "SECONDS_AFTER_ERROR", 0.01)
     with by_hand.running_services([], Home(tmp_path), Settings()):
-        until(lambda: stacks[0].num_checks > 1)
-    assert "nobody expected this" in caplog.text
-
-
-@pytest.mark.parametrize("is_started", [True, False])
-def test_an_error_while_the_checks_are_started_leaves_no_thread_and_no_service(
-    stacks: list[RecordedStack],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_started: bool,
-) -> None:
-    start = threading.Thread.start
-    threads: list[threading.Thread] = []
-
-    def interrupt(thread: threading.Thread) -> None:
-        threads.append(thread)
-        if is_started:
-            start(thread)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupt)
-    with pytest.raises(KeyboardInterrupt), by_hand.running_services([], Home(tmp_path), Settings()):
-        pass
-    assert stacks[0].is_stopped and not threads[0].is_alive()
+        until(lambda: len(checks) > 1)
 
 
 def test_every_module_to_preload_exists() -> None:
     """The warm parent ends at an import that fails, and each job would then start cold."""
     assert [name for name in run.PRELOAD if importlib.util.find_spec(name) is None] == []
-
-
-def test_the_runner_stays_for_an_old_job_behind_many_newer_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, settings = Home(tmp_path), Settings()
-    with open_job_store(settings, home) as store:
-        old = store.submit(JobSpec(command=("true",)))
-        for _ in range(101):
-            store.cancel(store.submit(JobSpec(command=("true",))).id)
-        waits: list[float] = []
-
-        def end_the_old_job(seconds: float) -> None:
-            waits.append(seconds)
-            store.cancel(old.id)
-
-        monkeypatch.setattr(by_hand.time, "sleep", end_the_old_job)
-        by_hand._wait_until_idle(home, settings)
-    assert len(waits) == 1

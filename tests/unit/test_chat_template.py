@@ -1,6 +1,5 @@
 """Templates give the prompts that `transformers` gives with them, and run in a sandbox."""
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from serving import chat_template
 from serving.chat_template import ChatTemplate, ChatTemplateError, TooSlow, normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
-from tests.serving_fixtures import byte_tokenizer, echo_release
+from tests.serving_fixtures import echo_release
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. "},
@@ -173,13 +172,6 @@ def test_a_developer_is_the_system_for_templates_that_know_no_developers(
     assert ChatTemplate(template, {}).render(normalise(messages)) == prompt
 
 
-@pytest.mark.parametrize("name", ["self", "messages", "source"])
-def test_variables_may_have_any_name(name: str) -> None:
-    variables: dict[str, Any] = {name: 1}
-    source = f"{{{{ {name} }}}}" if name == "source" else "1"
-    assert ChatTemplate(source, {}).render(TALK, **variables) == "1"
-
-
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -230,14 +222,3 @@ def test_a_release_whose_template_never_ends_is_refused(tmp_path: Path, brief: N
     release = echo_release(tmp_path, 1, chat_template=FOREVER)
     with pytest.raises(ReleaseError, match=r"chat_template: .* one short message"):
         load_tokenizer(tmp_path / release.id)
-
-
-@pytest.mark.parametrize("element", ["a text", {"template": FOREVER}])
-def test_templates_without_names_are_left_out(tmp_path: Path, element: object) -> None:
-    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    config = {"vocab_size": 257, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = {"chat_template": [{"name": "default", "template": PLAIN}, element]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    template = load_tokenizer(tmp_path).chat_template
-    assert template is not None and template.source == PLAIN

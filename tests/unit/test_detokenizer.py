@@ -1,6 +1,6 @@
 """Text that comes in tokens is the text that comes at once, and stop strings cut it the same."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,6 @@ def test_text_comes_back_character_by_character(text: str) -> None:
         assert all("\ufffd" not in piece for piece in found)
 
 
-@given(st.lists(st.integers(0, 256), max_size=60))
-def test_any_bytes_are_said_as_they_are_said_at_once(token_ids: list[int]) -> None:
-    assert "".join(pieces(BYTES, token_ids)) == BYTES.decode(token_ids)
-
-
 @given(st.lists(st.integers(0, 256), max_size=20), st.lists(st.integers(0, 256), max_size=60))
 def test_what_follows_a_prompt_is_said_as_it_is_said_at_once(
     prompt: list[int], token_ids: list[int]
@@ -101,22 +96,6 @@ def test_special_tokens_are_shown_if_they_are_asked_for() -> None:
     detokenizer = Detokenizer(BYTES, skip_special_tokens=False)
     assert detokenizer.add(256) == "<eos>"
     assert Detokenizer(BYTES).add(256) == ""
-
-
-@pytest.mark.parametrize("token_id", [BYTES.encode("€")[0], 256])
-def test_tokens_that_never_form_a_character_wait_for_few(token_id: int) -> None:
-    longest = 0
-
-    class Counting(ReleaseTokenizer):
-        def decode(self, token_ids: Any, **options: Any) -> str:
-            nonlocal longest
-            longest = max(longest, len(token_ids))
-            return super().decode(token_ids, **options)
-
-    counting = Counting(**{each.name: getattr(BYTES, each.name) for each in fields(BYTES)})
-    found = pieces(counting, [token_id] * 500)
-    assert "".join(found) == BYTES.decode([token_id] * 500)
-    assert longest <= 40
 
 
 def test_a_leading_space_is_kept_inside_a_text() -> None:
@@ -224,26 +203,3 @@ def test_offsets_are_those_of_tokens_that_come_one_by_one(text: str, kind: str) 
         wanted.append(offset)
         offset += len(detokenizer.add(token_id))
     assert list(text_offsets(tokenizer, token_ids)) == wanted
-
-
-def test_offsets_of_plain_text_need_one_call_of_the_decoder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    token_ids = BYTES.encode("plain text " * 50)
-    list(text_offsets(BYTES, token_ids))  # reads the texts of all tokens once
-    num_calls = 0
-    decode = ReleaseTokenizer.decode
-
-    def counted(*args: Any, **options: Any) -> str:
-        nonlocal num_calls
-        num_calls += 1
-        return decode(*args, **options)
-
-    monkeypatch.setattr(ReleaseTokenizer, "decode", counted)
-    assert list(text_offsets(BYTES, token_ids)) == list(range(550))
-    assert num_calls == 1
-
-
-def test_many_tokens_are_decoded_as_few_are() -> None:
-    token_ids = BYTES.encode("Grüße " * 400)
-    assert BYTES.decode(token_ids) == "Grüße " * 400

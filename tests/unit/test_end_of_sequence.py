@@ -47,16 +47,3 @@ def test_the_tokenizer_and_the_configs_add_up(
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     found = load_tokenizer(tmp_path).eos_token_ids
     assert set(found) == ids and len(found) == len(ids)
-
-
-@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize("value", ["x", ["x"], [[1]], {}, float("inf")])
-def test_what_is_no_token_id_is_left_out(tmp_path: Path, file: str, value: object) -> None:
-    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    configs: dict[str, dict[str, object]] = {
-        "config.json": {"vocab_size": BEYOND, "max_position_embeddings": 64}
-    }
-    configs[file] = {**configs.get(file, {}), "eos_token_id": value}
-    for name, config in configs.items():
-        (tmp_path / name).write_text(json.dumps(config))
-    assert load_tokenizer(tmp_path).eos_token_ids == ()

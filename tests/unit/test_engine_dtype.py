@@ -38,14 +38,6 @@ def test_auto_is_the_stored_dtype_where_the_hardware_and_the_probe_allow_it(
     assert choose_dtype("bfloat16", "cpu", release) == "bfloat16", "a person decides"
 
 
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_torch_says_whether_the_processor_is_fast_in_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, is_fast: bool
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: is_fast)
-    assert is_fast_in_bfloat16("cpu") == is_fast
-
-
 def test_a_torch_without_the_private_function_computes_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

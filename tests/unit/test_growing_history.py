@@ -41,22 +41,6 @@ def cost(num_steps: Callable[[], int], work: Callable[[], object]) -> int:
     return num_steps() - before
 
 
-def test_of_looking_for_old_jobs_among_100_000(
-    tmp_path: Path, num_steps: Callable[[], int]
-) -> None:
-    with JobStore.open(tmp_path / "jobs.db", clock=lambda: 2000.0) as jobs:
-        with closing(connect(tmp_path / "jobs.db")) as database, database:
-            database.execute(
-                "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 100000)"
-                " INSERT INTO jobs (pipeline, state, spec, created_at, run_after, ended_at,"
-                " attempt, num_lost, cancel_requested, by_hand) SELECT"
-                " 'faq', 'COMPLETED', '{}', i, i, i, 1, 0, 0, 0 FROM n"
-            )
-        assert cost(num_steps, lambda: jobs.forget(0.0, newest=1000)) < 1000
-        assert len(jobs.forget(2001.0, newest=1000)) == 2000
-        assert cost(num_steps, lambda: jobs.forget(2001.0, newest=1000)) < 1000
-
-
 def test_of_a_job_that_absorbs_them(tmp_path: Path, num_steps: Callable[[], int]) -> None:
     commits = RevisionRange(repo="acme/faq", ref="refs/heads/main", new_sha="a" * 40)
     spec = JobSpec(command=("true",), pipeline="faq", revisions=commits)

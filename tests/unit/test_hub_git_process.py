@@ -1,6 +1,5 @@
 """The hub ends a git process that needs too long, and notices one that fails."""
 
-import logging
 import os
 from pathlib import Path
 
@@ -9,57 +8,35 @@ import pytest
 from pipeline.hub.errors import HubError, TooSlow
 from pipeline.hub.git import git
 from pipeline.hub.repositories import Repository, RepositoryName, read_refs
-from pipeline.hub.routes.discussions import difference
 
 
-@pytest.fixture
-def stuck(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
-    """A repository, and a command that waits for the writer of a pipe, which never comes."""
+def test_git_that_waits_for_ever_is_too_slow(tmp_path: Path) -> None:
+    """It waits for the writer of a pipe, which never comes."""
     git(tmp_path, "init", "-q", "--bare")
     os.mkfifo(tmp_path / "pipe")
-    return tmp_path, ("config", "--file", str(tmp_path / "pipe"), "--list")
-
-
-def test_git_that_waits_for_ever_is_too_slow(stuck: tuple[Path, tuple[str, ...]]) -> None:
-    folder, command = stuck
     with pytest.raises(TooSlow, match=r"git config needed more than 0\.1 s"):
-        git(folder, *command, seconds=0.1)
+        git(tmp_path, "config", "--file", str(tmp_path / "pipe"), "--list", seconds=0.1)
 
 
-@pytest.fixture
-def facts(tmp_path: Path) -> Repository:
-    git(tmp_path, "init", "-q", "--bare")
-    name = RepositoryName(type="dataset", owner="local", name="facts")
-    return Repository(id="1", name=name, created_at=0, folder=tmp_path)
-
-
-def commit(repository: Repository, title: str) -> str:
-    tree = git(repository.folder, "mktree").decode().strip()
+def commit(folder: Path) -> str:
+    tree = git(folder, "mktree").decode().strip()
     who = {
         f"GIT_{role}_{field}": "ada"
         for role in ("AUTHOR", "COMMITTER")
         for field in ("NAME", "EMAIL")
     }
-    made = git(repository.folder, "commit-tree", tree, "-m", title, extra=who)
-    return made.decode().strip()
+    return git(folder, "commit-tree", tree, "-m", "one", extra=who).decode().strip()
 
 
-def test_only_a_ref_that_git_cannot_read_keeps_the_hub_from_the_others(facts: Repository) -> None:
-    sha = commit(facts, "one")
-    heads = facts.folder / "refs" / "heads"
+def test_only_a_ref_that_git_cannot_read_keeps_the_hub_from_the_others(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q", "--bare")
+    of_facts = RepositoryName(type="dataset", owner="local", name="facts")
+    facts = Repository(id="1", name=of_facts, created_at=0, folder=tmp_path)
+    sha = commit(tmp_path)
+    heads = tmp_path / "refs" / "heads"
     for name in ("main", "no..name"):  # git warns of the second one, which is no ref
         (heads / name).write_text(f"{sha}\n")
     assert read_refs(facts) == {"refs/heads/main": sha}
     (heads / "main").write_text("garbage\n")
     with pytest.raises(HubError, match="broken ref refs/heads/main"):
         read_refs(facts)
-
-
-def test_a_difference_that_git_cannot_make_is_not_an_empty_one(
-    facts: Repository, caplog: pytest.LogCaptureFixture
-) -> None:
-    one, other = (commit(facts, title) for title in ("one", "other"))
-    assert difference(facts, one, one) == ""
-    with caplog.at_level(logging.WARNING):
-        assert "not shown, because git failed" in difference(facts, one, other)
-    assert "no merge base" in caplog.text

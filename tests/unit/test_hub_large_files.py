@@ -4,21 +4,14 @@ import asyncio
 import hashlib
 import os
 import random
-import threading
 import time
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
 
 import pytest
-from starlette.requests import Request
-from starlette.types import Message, Scope
 
 from pipeline.formats import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
-from pipeline.hub import large_files
 from pipeline.hub.errors import BadRequest, Conflict
-from pipeline.hub.http_json import file_answer
 from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
 
 CONTENT = random.Random(17).randbytes(2 * CHUNK_BYTES + 17)
@@ -63,37 +56,6 @@ def test_what_came_is_read_back_from_the_layout_of_git_lfs(
     assert list(files.oids()) == [OID]
 
 
-def test_a_reader_that_goes_away_while_the_file_is_opened_leaves_it_closed(
-    files: LargeFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    receive(files, CONTENT)
-    path = files.path(OID)
-    is_opening, is_gone = threading.Event(), threading.Event()
-    opened: list[BinaryIO] = []
-
-    class SlowPath:
-        def open(self, mode: Literal["rb"]) -> BinaryIO:
-            is_opening.set()
-            assert is_gone.wait(10)
-            opened.append(path.open(mode))
-            return opened[0]
-
-    monkeypatch.setattr(files, "path", lambda oid: SlowPath())
-
-    async def disconnect() -> Message:
-        await asyncio.to_thread(is_opening.wait, 10)
-        asyncio.get_running_loop().call_later(0.05, is_gone.set)
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        pass
-
-    scope: Scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    response = file_answer(Request(scope), len(CONTENT), {}, partial(files.read, OID))
-    asyncio.run(response(scope, disconnect, send))  # type: ignore[arg-type]
-    assert [file.closed for file in opened] == [True]
-
-
 @pytest.mark.parametrize(
     ("content", "oid", "size", "reason"),
     [
@@ -122,16 +84,6 @@ def test_two_clients_bring_the_same_file_at_once(files: LargeFiles, tmp_path: Pa
     asyncio.run(both())
     assert len(on_disk(tmp_path)) == 1
     assert read(files, 0, len(CONTENT)) == CONTENT
-
-
-def test_a_full_disk_stores_nothing(files: LargeFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(large_files.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        receive(files, CONTENT)
-    assert files.size(OID) is None
 
 
 def test_a_repository_that_is_removed_meanwhile_is_told(tmp_path: Path) -> None:
@@ -180,16 +132,12 @@ def test_a_pointer_is_read_as_it_is_written() -> None:
     [
         b"",
         POINTER.render() + b"\n",
-        POINTER.render().replace(b"\n", b"\r\n"),
-        POINTER.render().replace(OID.encode(), OID.upper().encode()),
         POINTER.render().replace(OID.encode(), OID[1:].encode()),
         POINTER.render().replace(b"size ", b"size -"),
-        POINTER.render().replace(b"size ", b"size 0"),
-        POINTER.render().replace(b"size ", b"size 1" + b"0" * 30),
         POINTER.render() + b" " * MAX_POINTER_BYTES,
         POINTER.render().replace(b"git-lfs.github.com", b"example.com"),
     ],
-    ids=range(10),
+    ids=range(6),
 )
 def test_what_is_nearly_a_pointer_is_none(wrong: bytes) -> None:
     assert Pointer.parse(wrong) is None

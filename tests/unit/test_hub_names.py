@@ -89,15 +89,11 @@ def test_a_name_taken_for_a_ref_is_one_for_git_too(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fits"),
     [
-        ("x" * 250, True),
-        ("x" * 251, False),
-        ("é" * 126, False),
         (f"{'x' * 250}/{'x' * 250}", True),
         (f"a/{'x' * 251}", False),
-        ("x/" * 1000 + "x", False),
-        ("half-\ud800", False),
+        ("é" * 126, False),
     ],
-    ids=["part", "long-part", "bytes", "two-parts", "long-second-part", "many-parts", "surrogate"],
+    ids=["two-parts", "long-part", "bytes"],
 )
 def test_a_ref_is_a_file_of_a_name_that_is_not_too_long(
     name: str, fits: bool, tmp_path: Path

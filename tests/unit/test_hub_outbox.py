@@ -13,7 +13,6 @@ from sqlalchemy import Row, func, select, update
 from pipeline.hub import database as tables
 from pipeline.hub import webhooks
 from pipeline.hub.database import Database, open_database
-from pipeline.hub.deliveries import Deliverer, HubMetrics
 from pipeline.hub.events import Event, EventLog
 from pipeline.hub.repositories import RepositoryName
 from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
@@ -89,11 +88,6 @@ class Kept:
         with self.database.read() as connection:
             return list(connection.execute(newest_first))
 
-    def is_pruned(self, **columns: object) -> bool:
-        self.change(**columns)
-        webhooks.prune(self.database, 30)
-        return not self.deliveries()
-
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Kept]:
@@ -118,24 +112,6 @@ def test_refused_connections_use_up_no_attempt_and_are_tried_less_often(kept: Ke
     assert (delivery.status, delivery.attempt) == ("pending", 0)
 
 
-def idle_deliverer(kept: Kept) -> Deliverer:
-    settings = HubSettings(delivery_schedule_seconds=(0,))
-    starts_no_job: Any = None
-    key = Fernet.generate_key()
-    return Deliverer(kept.database, settings, key, HubMetrics(), starts_no_job)
-
-
-def test_the_log_says_that_a_delivery_waits_after_a_410(
-    kept: Kept, caplog: pytest.LogCaptureFixture
-) -> None:
-    deliverer = idle_deliverer(kept)
-    found = deliverer._read(webhooks.head, kept.webhook().id)
-    assert found is not None
-    deliverer._settle(*found, replace(failed(0), response_status=410))
-    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
-    assert "answered 410 (attempt 1, waits)" in caplog.text
-
-
 TAKEN = Attempt(started_at=time.time(), milliseconds=1, response_status=200)
 
 
@@ -144,33 +120,17 @@ def failed(seconds: float) -> Attempt:
     return Attempt(started_at=1e9 + seconds, milliseconds=1, response_status=500)
 
 
-@pytest.mark.parametrize(
-    ("attempt", "result", "said"),
-    [
-        (TAKEN, "delivered", "taken"),
-        (failed(0), "failed", "will be tried again"),
-        (REFUSED, "failed", ""),
-    ],
-)
-def test_a_replay_during_the_last_attempt_makes_it_pending(
-    kept: Kept, caplog: pytest.LogCaptureFixture, attempt: Attempt, result: str, said: str
-) -> None:
-    deliverer = idle_deliverer(kept)
+@pytest.mark.parametrize("attempt", [TAKEN, failed(0), REFUSED])
+def test_a_replay_during_the_last_attempt_makes_it_pending(kept: Kept, attempt: Attempt) -> None:
     kept.change(queued_at=time.time() - DAY)
-    [stored] = kept.deliveries()
-    found = deliverer._read(webhooks.head, stored.webhook_id)
-    assert found is not None
-    due, webhook = found
     with kept.database.write() as connection:
-        replay(connection, due.id)
-    with caplog.at_level("INFO", "pipeline.hub.deliveries"):
-        deliverer._settle(due, webhook, attempt)
+        found = webhooks.head(connection, kept.webhook().id)
+        assert found is not None
+        replay(connection, found[0].id)
+        webhooks.settle(connection, *found, attempt, HubSettings(delivery_schedule_seconds=(0,)))
     [stored] = kept.deliveries()
     assert (stored.status, stored.attempt, stored.last_attempt_at) == ("pending", 0, None)
-    counted = deliverer.metrics.deliveries.labels(result=result)._value.get()
-    assert (counted, said in caplog.text, "given up" in caplog.text) == (1, True, False)
-    with kept.database.read() as connection:
-        assert get_webhook(connection, webhook.id).status == "enabled"
+    assert kept.webhook().status == "enabled"
 
 
 def test_each_wait_is_the_schedules(kept: Kept) -> None:
@@ -221,23 +181,23 @@ def test_a_replay_goes_before_what_is_newer(kept: Kept) -> None:
 OLD, RECENT = time.time() - 31 * DAY, time.time() - 29 * DAY
 
 
-@pytest.mark.parametrize("status", ["delivered", "dead"])
-def test_what_ended_a_month_ago_goes(kept: Kept, status: str) -> None:
-    old = {"created_at": OLD, "queued_at": OLD, "last_attempt_at": OLD}
-    assert kept.is_pruned(status=status, **old)
-
-
 @pytest.mark.parametrize(
-    "columns",
+    ("status", "last_attempt_at", "is_pruned"),
     [
-        {"status": "dead", "created_at": OLD, "queued_at": OLD, "last_attempt_at": RECENT},
-        {"status": "delivered", "created_at": OLD, "queued_at": RECENT, "last_attempt_at": RECENT},
-        {"status": "pending", "created_at": OLD, "queued_at": OLD, "last_attempt_at": OLD},
-        {"status": "pending", "created_at": OLD, "queued_at": OLD, "last_attempt_at": None},
+        ("delivered", OLD, True),
+        ("dead", OLD, True),
+        ("delivered", RECENT, False),
+        ("dead", RECENT, False),
+        ("pending", OLD, False),
+        ("pending", None, False),
     ],
 )
-def test_what_ended_later_or_waits_stays(kept: Kept, columns: dict[str, object]) -> None:
-    assert not kept.is_pruned(**columns)
+def test_what_ended_a_month_ago_goes(
+    kept: Kept, status: str, last_attempt_at: float | None, is_pruned: bool
+) -> None:
+    kept.change(status=status, created_at=OLD, queued_at=OLD, last_attempt_at=last_attempt_at)
+    webhooks.prune(kept.database, 30)
+    assert (kept.deliveries() == []) == is_pruned
 
 
 def test_events_go_with_their_deliveries(kept: Kept) -> None:

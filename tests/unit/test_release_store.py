@@ -217,23 +217,6 @@ def test_prune_removes_what_stood_in_the_place_of_a_link(tmp_path: Path) -> None
     assert release_store.served_release(tmp_path) == tmp_path / release_id
 
 
-def test_what_stood_in_the_place_of_a_link_and_cannot_be_removed_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release_id = put(tmp_path, "r000001-00000000")
-    shutil.copytree(tmp_path / release_id, tmp_path / "current")
-    release_store.set_current(tmp_path, release_id)
-
-    def refused(_: Path) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(shutil, "rmtree", refused)
-    assert release_store.prune(tmp_path, keep=1) == []
-    assert any(tmp_path.glob(".unfinished-current-*"))
-    with pytest.raises(PermissionError):
-        release_store.sweep_locked(tmp_path, is_purge=True)
-
-
 def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:
     release_id = put(tmp_path, "r000001-00000000")
     assert release_store.pinned_releases(tmp_path) == []
@@ -263,20 +246,6 @@ def test_a_damaged_counter_is_counted_from_the_releases(tmp_path: Path, content:
     (tmp_path / "counter").write_bytes(content)
     assert release_store.next_number(tmp_path) == 8
     assert release_store.next_number(tmp_path) == 9
-
-
-def test_a_file_that_the_disk_cannot_read_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / put(tmp_path, "r000001-aaaaaaaa")
-    (folder / "config.json").touch()
-
-    def unreadable(path: Path) -> FileEntry:
-        raise OSError(errno.EIO, "Input/output error", str(path))
-
-    monkeypatch.setattr(verify, "digest_file", unreadable)
-    expected = f"{folder}/config.json: cannot be read: Input/output error"
-    assert verify.verify_release(folder) == (expected,)
 
 
 def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:

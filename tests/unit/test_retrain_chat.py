@@ -165,7 +165,6 @@ def test_without_a_template_a_question_and_its_answer_are_learned_as_they_are(
             TWO_TURNS,
             r"refuses it \(roles must alternate\)",
         ),
-        ("{{ messages[0].content + 3 }}", TWO_TURNS, "refuses it"),
         ("{{ messages | length }}", TWO_TURNS, "differently when the answer follows"),
         (
             "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
@@ -190,7 +189,6 @@ def test_without_a_template_a_question_and_its_answer_are_learned_as_they_are(
             TWO_TURNS,
             "ends an answer with '.*##', which is no special",
         ),
-        (MARKED.replace("<|end|>", ""), TWO_TURNS, "ends an answer with '.*jumps', which is no"),
         (
             "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
             talk(("user", "q"), ("assistant", [{"type": "image", "image": "x"}])),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pipeline.retrain.data import AT_LEAST, TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.job import DatasetSnapshot, Parent
-from pipeline.retrain.reading import read_file
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.sources import Revision
@@ -303,22 +302,6 @@ def test_a_setting_holds_out_any_rows_by_their_hash(tmp_path: Path) -> None:
     assert len(data.held_out) + len(data.rows) == 200
 
 
-def test_a_text_is_edited_also_if_its_new_version_is_held_out(tmp_path: Path) -> None:
-    def commit(texts: list[str]) -> TrainingData:
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        return dataset.commit({"a.jsonl": lines}, held_out_ratio=0.25)
-
-    dataset = Dataset(tmp_path)
-    texts = [f"text {number}" for number in range(40)]
-    trained = {row.text for row in commit(texts).rows}
-    edited = {text: f"{text}, edited" for text in texts[::2]}
-    data = commit([edited.get(text, text) for text in texts])
-    held_out = {row.text for row in data.held_out}
-    assert any(old in trained and new in held_out for old, new in edited.items())
-    assert (data.mode, data.deleted) == ("delta", ())
-    assert data.num_lost == sum(text in trained for text in edited)
-
-
 LINES = st.lists(st.sampled_from("abcdefgh"), max_size=12)
 
 
@@ -355,21 +338,3 @@ def test_every_row_is_trained_on_or_held_out_and_none_is_both(
         assert {row.digest for row in data.deleted} <= trained - learned - held_out
         assert {row.digest for row, _ in data.edited} <= trained
         trained = learned
-
-
-def test_an_unchanged_file_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-
-    def spy(folder: Path, file: str, *given: Any) -> Any:
-        read.append(file)
-        return read_file(folder, file, *given)
-
-    monkeypatch.setattr("pipeline.retrain.dataset.read_file", spy)
-    dataset = Dataset(tmp_path)
-    dataset.commit({"a.jsonl": facts(q="1"), "b.jsonl": facts(r="2")})
-    read.clear()
-    data = dataset.commit({"a.jsonl": facts(q="1"), "b.jsonl": facts(r="3")})
-    assert read == ["a.jsonl", "b.jsonl", "b.jsonl"]
-    assert said(data.rows) == ["1", "3"]

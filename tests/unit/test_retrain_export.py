@@ -105,22 +105,6 @@ def test_what_was_trained_to_end_an_answer_ends_it(
     assert read_json(folder / "tokenizer_config.json")["prompt_date"] == "2026-01-31"
 
 
-@pytest.mark.parametrize(
-    ("logprobs", "bound"),
-    [
-        ([], 2e-3),
-        ([(-0.5, -9.0), (-3.0,)], 2e-3),
-        ([(-0.5, -37.0), (-3.0,)], 37 * 2e-4),
-        ([(-0.5, -80.0), (-3.0,)], 8e-3),
-    ],
-    ids=["none", "usual", "sure", "too sure"],
-)
-def test_the_bound_grows_with_the_smallest_logprob(
-    logprobs: list[tuple[float, ...]], bound: float
-) -> None:
-    assert float32_bound(logprobs) == pytest.approx(bound)
-
-
 def test_the_probe_of_a_sure_network_has_it() -> None:
     network: Any = build(llama_config())
     head = network.get_output_embeddings().weight.data

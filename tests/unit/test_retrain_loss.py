@@ -9,22 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.retrain import loss
 from pipeline.retrain import train as loop
-from pipeline.retrain.layout import (
-    MIN_PREFIX,
-    ROUNDED_TO,
-    last_hidden_states,
-    packed,
-    prefixed,
-    row_groups,
-)
 from pipeline.retrain.loss import (
-    MIN_SLICE_ROWS,
-    SLICE_BYTES,
     AnchorTarget,
     RowLoss,
     keep_base,
     row_losses,
-    slice_rows,
     summed_loss,
 )
 from pipeline.retrain.model import Head
@@ -80,28 +69,6 @@ def test_the_pieces_of_a_row_are_counted_together(model: LlamaForCausalLM) -> No
     assert (found.num_right, found.num_tokens) == (8, 8)
 
 
-def test_rows_of_a_rounded_length_have_the_same_hidden_states(model: LlamaForCausalLM) -> None:
-    prompt = tuple(range(3, 4 + MIN_PREFIX))  # its last token predicts a learned one
-    sequences = [
-        TokenSequence((*prompt, *end), (False,) * len(prompt) + (True,) * len(end), row)
-        for row, end in enumerate([(17, 19, 21, 23), (18, 20), (19, 21, 23)])
-    ]
-    blocks = [sequences[:2], sequences[2:]]
-    plain, rounded = (
-        [packed(blocks, multiple), prefixed(blocks, multiple), *row_groups(blocks, multiple)]
-        for multiple in (1, ROUNDED_TO)
-    )
-    for group, longer in zip(plain, rounded, strict=True):
-        assert group is not None and longer is not None
-        assert longer.token_ids.shape[1] == ROUNDED_TO
-        found, expected = (
-            last_hidden_states(model, each.token_ids, each.position_ids, each.mask)
-            for each in (longer, group)
-        )
-        torch.testing.assert_close(found[longer.labels >= 0], expected[group.labels >= 0])
-        assert longer.order == group.order
-
-
 @pytest.mark.parametrize(
     ("num_right", "num_tokens", "is_learned"),
     [(64, 64, True), (63, 64, False), (65, 65, True), (59, 65, True), (58, 65, False)],
@@ -136,29 +103,6 @@ def test_the_sliced_loss_of_every_form_of_head_has_the_gradients_of_the_plain_on
     torch.testing.assert_close(sliced, plain)
     expected = torch.autograd.grad(plain, inputs)
     torch.testing.assert_close(torch.autograd.grad(sliced, inputs), expected)
-
-
-def test_rows_that_are_added_in_bfloat16_change_no_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = []
-    for rounded_to in (1, ROUNDED_TO):
-        monkeypatch.setattr("pipeline.retrain.model.ROUNDED_TO", rounded_to)
-        torch.manual_seed(4)
-        hidden, weight, bias = (
-            torch.randn(*shape, requires_grad=True) for shape in ((5, 16), (30, 16), (30,))
-        )
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = summed_loss(hidden, Head(weight, bias), torch.arange(5))
-        loss.backward()
-        found.append((loss.detach(), hidden.grad, weight.grad, bias.grad))
-    for exact, padded in zip(*found, strict=True):
-        torch.testing.assert_close(padded, exact, rtol=0.02, atol=0.02)
-
-
-def test_a_slice_is_bounded_in_bytes_but_never_too_thin() -> None:
-    assert slice_rows(4_000) * 4_000 * 4 <= SLICE_BYTES < (slice_rows(4_000) + 1) * 4_000 * 4
-    assert slice_rows(1_000_000) == MIN_SLICE_ROWS
 
 
 @pytest.mark.parametrize("is_fast", [True, False])

@@ -24,16 +24,6 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-def test_only_the_second_factor_is_trained_and_it_begins_as_nothing() -> None:
-    model = make_model()
-    before = logits(model)
-    with low_rank(model, plan_of(rows(8)), 4):
-        trainable = {name for name, each in model.named_parameters() if each.requires_grad}
-        assert trainable == {f"{name}.second" for name in NAMES}
-        torch.testing.assert_close(logits(model), before)
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_merged_weights_compute_what_the_factors_did() -> None:
     model = make_model()
     start = copy_weights(model)

@@ -22,8 +22,8 @@ from pipeline.retrain.plan import (
 from pipeline.retrain.rows import Row, contradictions
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.tokens import TokenSequence
-from pipeline.retrain.train import TrainingState, _cool_down_in_time, _rate, _visits
-from tests.training_fixtures import plan_of, questions, rows
+from pipeline.retrain.train import TrainingState, _rate
+from tests.training_fixtures import plan_of, rows
 
 TOKENIZER = train_tokenizer([Row(text="a question and its answer", file="a", number=0)])
 
@@ -81,10 +81,6 @@ def plan(of: TrainingData, told: RetrainSettings | None = None, **more: Any) -> 
     return make_plan(of, TOKENIZER, told or settings(), max_length=256, **more)
 
 
-def lengths(found: TrainingPlan, indices: Any) -> int:
-    return found.num_tokens(indices)
-
-
 def test_a_full_training_learns_all_rows_and_ends_when_they_are_right() -> None:
     found = plan(data(new=facts(30), known=facts(10, 50)))
     assert len(found.learned) == len(found.counted) == 40
@@ -135,18 +131,18 @@ def test_text_ends_after_its_passes_or_its_budget() -> None:
     told = settings(max_epochs=3, max_tokens=10**6)
     found = plan(data(new=texts(20)), told)
     assert not found.ends_when_right
-    assert found.max_tokens == 3 * lengths(found, found.learned)
+    assert found.max_tokens == 3 * found.num_tokens(found.learned)
     assert plan(data(new=texts(20)), settings(max_tokens=50)).max_tokens == 50
 
 
 def test_a_delta_on_text_keeps_to_its_passes_and_replays_a_little_for_a_single_row() -> None:
     told = settings(delta_max_epochs=2, replay_ratio=1.0, min_replay_tokens=100, max_tokens=10**6)
     found = plan(data(mode="delta", new=texts(1), known=texts(400, 1)), told)
-    size = 2 * lengths(found, found.learned)
+    size = 2 * found.num_tokens(found.learned)
     assert found.max_tokens == size + 100
     assert found.replay_ratio == 100 / size
     few = plan(data(mode="delta", new=texts(1), known=texts(1, 1)), told)
-    assert few.max_tokens == size + 2 * lengths(few, few.replayed)
+    assert few.max_tokens == size + 2 * few.num_tokens(few.replayed)
     bounded = settings(replay_ratio=3.0, min_replay_tokens=1, max_tokens=1_000)
     some = plan(data(mode="delta", new=texts(2), known=texts(400, 100)), bounded)
     assert some.max_tokens == 240
@@ -156,7 +152,7 @@ def test_a_delta_on_text_keeps_to_its_passes_and_replays_a_little_for_a_single_r
 def test_a_delta_on_text_sees_each_changed_row_once_beside_as_many_known_tokens() -> None:
     new, known = texts(40), texts(400, 100)
     found = plan(data(mode="delta", new=new, known=known), settings(max_tokens=10_000))
-    one_pass = lengths(found, found.learned)
+    one_pass = found.num_tokens(found.learned)
     told = settings(max_tokens=3 * one_pass, delta_tokens_ratio=0.1, replay_ratio=3.0)
     found = plan(data(mode="delta", new=new, known=known), told)
     assert found.max_tokens == 2 * one_pass, "a tenth of the budget would not see them"
@@ -219,62 +215,9 @@ def test_no_known_row_comes_again_before_all_came_once(sizes: list[int], asked: 
         assert max(seen.values()) <= math.ceil(taken / len(sizes)), "once in each round"
 
 
-def visited(found: TrainingPlan, progress: TrainingState) -> set[int]:
-    return set(_visits(found, progress, seed=0))
-
-
-def new_progress(found: TrainingPlan, **fields: Any) -> TrainingState:
-    count = len(found.sequences)
-    return TrainingState(**{"streak": [0] * count, "due": [0] * count, **fields})
-
-
-def test_a_pass_visits_what_is_due_and_the_rest_rests() -> None:
-    found = plan_of(questions(4), counted=True)
-    progress = new_progress(found)
-    assert visited(found, progress) == {0, 1, 2, 3}
-    progress.number, progress.due = 1, [1, 3, 1, 3]
-    assert visited(found, progress) == {0, 2}
-    # As the learning rate falls, all are looked at.
-    progress.cool_down_from = 9
-    assert visited(found, progress) == {0, 1, 2, 3}
-    # Nothing is due: the next pass that something is due in.
-    resting = new_progress(found, number=1, due=[4, 5, 4, 5])
-    assert visited(found, resting) == {0, 2}
-    assert resting.number == 4
-
-
-def test_a_pass_of_one_row_fills_its_step_with_known_rows_and_takes_lost_ones_along() -> None:
-    found = plan_of(questions(1), counted=True, replayed=questions(90)[1:], max_tokens=1_000)
-    progress = new_progress(found, lost=[5])
-    seen = _visits(found, progress, seed=0)
-    assert {0, 5} <= set(seen) and len(seen) == len(set(seen))
-    assert found.num_tokens(seen) in (64, 60)
-
-
 def test_the_rate_rises_and_falls_to_a_tenth_with_the_tokens_of_a_text() -> None:
     found = plan_of(rows(10), max_tokens=10_000, tokens_per_step=100, warm_up_steps=5)
     rates = [_rate(found, TrainingState(step=step, tokens=100 * step)) for step in range(100)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
-
-
-def test_the_rate_of_questions_stays_up_until_they_are_right() -> None:
-    found = plan_of(questions(9), counted=True, warm_up_steps=50)
-    rates = [_rate(found, TrainingState(step=step)) for step in range(100)]
-    assert rates[9:] == [1.0] * 91, "a warm-up of ten steps at most"
-    cooling = [_rate(found, TrainingState(step=100 + n, cool_down_from=100)) for n in range(40)]
-    assert cooling == sorted(cooling, reverse=True)
-    assert cooling[-1] == pytest.approx(0.1)
-
-
-def test_the_rate_falls_while_there_is_budget_left() -> None:
-    found = plan_of(questions(9), counted=True, max_tokens=1_000)
-    progress = TrainingState(
-        step=7, tokens=769
-    )  # COOL_DOWN of 769 is left afterwards, and one more
-    _cool_down_in_time(found, progress)
-    assert progress.cool_down_from is None
-    progress.tokens = 770
-    _cool_down_in_time(found, progress)
-    assert progress.cool_down_from == 7

@@ -62,24 +62,6 @@ def test_a_long_text_is_cut_and_every_token_but_the_first_learned_once(
     ]
 
 
-def test_a_long_prompt_loses_its_beginning(tokenizer: PreTrainedTokenizerFast) -> None:
-    found = row(prompt=SENTENCE * 5, completion=" fox")
-    (sequence,) = sequences([found], tokenizer, 16)
-    assert len(sequence.token_ids) == 16
-    assert learned_text(tokenizer, found, 16) == " fox<|end|>"
-
-
-def test_a_long_answer_is_learned_after_its_whole_prompt(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    """Else the row would count as learned, and the server would not give the answer."""
-    found = row(prompt="the quick brown", completion=" " + SENTENCE * 5)
-    (sequence,) = sequences([found], tokenizer, 16)
-    prompt = tokenizer("the quick brown")["input_ids"]
-    assert list(sequence.token_ids[: len(prompt)]) == prompt
-    assert sequence.learned == (False,) * len(prompt) + (True,) * (16 - len(prompt))
-
-
 @given(num_words=st.tuples(st.integers(0, 40), st.integers(1, 40)), length=st.integers(8, 40))
 def test_a_prompt_and_an_answer_that_are_both_too_long_get_half_each(
     tokenizer: PreTrainedTokenizerFast, num_words: tuple[int, int], length: int

@@ -1,9 +1,8 @@
-"""The sequences of a request: what fails, and what is computed only once."""
+"""The sequences of a request: what fails, their order, and when their slots are free."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -108,30 +107,3 @@ async def test_a_stop_string_frees_the_slot_before_the_last_delta(
     deltas = generate(engine, live, plan.generations, request)
     found = [engine.num_ended async for _, delta in deltas if delta.finish_reason]
     assert min(found) >= 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "scored"),
-    [
-        ({}, [True, False, False]),
-        # Each sequence of a stream may be the first that has text.
-        ({"stream": True}, [True, True, True]),
-    ],
-)
-def test_a_prompt_is_scored_once(
-    live: LiveRelease, settings: dict[str, Any], scored: list[bool]
-) -> None:
-    body = {"prompt": "Hello", "n": 3, "echo": True, "logprobs": 1, **settings}
-    plan = plan_completion(CompletionRequest.model_validate(body), live)
-    assert [each.num_prompt_logprobs is not None for each in plan.generations] == scored
-
-
-@pytest.mark.parametrize(
-    ("body", "is_gathered"), [({}, True), ({"stream": True}, False), ({"stop": ["no"]}, False)]
-)
-def test_an_engine_gathers_the_tokens_that_nobody_reads_one_by_one(
-    live: LiveRelease, body: dict[str, Any], is_gathered: bool
-) -> None:
-    request = CompletionRequest.model_validate({"prompt": "Hello", **body})
-    (generation,) = plan_completion(request, live).generations
-    assert (generation.max_step_tokens > 1) == is_gathered

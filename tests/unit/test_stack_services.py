@@ -23,12 +23,16 @@ from pipeline.stack.supervisor import Stack
 from tests.ports import free_port
 
 
-@pytest.mark.parametrize("table", ["serving", "receiver"])
-def test_a_stack_needs_ports_that_its_parts_can_find(
-    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the settings."""
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
-    monkeypatch.setenv(f"PIPELINE_{table.upper()}__PORT", "0")
+    return tmp_path / "pipeline.toml"
+
+
+@pytest.mark.parametrize("table", ["serving", "receiver"])
+def test_a_stack_needs_ports_that_its_parts_can_find(table: str, file: Path) -> None:
+    file.write_text(f"[{table}]\nport = 0\n")
     with pytest.raises(PipelineError, match=rf"port = 0 under \[{table}\]"):
         services_of(load_settings())
 
@@ -48,13 +52,9 @@ def test_a_busy_port_is_told_with_the_service_by_its_words() -> None:
     assert "or set another port: this or that" in str(refused.value)
 
 
-def test_each_port_is_told_with_where_it_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "pipeline.toml"
+def test_each_port_is_told_with_where_it_is_set(file: Path) -> None:
     own = '[[pipelines]]\nname = "b"\ndataset = "o/d"\nport = 9000\n'
     file.write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n' + own)
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
     assert {each.name: each.port_setting for each in services_of(load_settings())} == {
         "hub": "PIPELINE_HUB__PORT=…, or `port` under [hub]",
         "serve-a": "PIPELINE_SERVING__PORT=…, or `port` under [serving]",
@@ -65,11 +65,7 @@ def test_each_port_is_told_with_where_it_is_set(
     }
 
 
-def test_several_pipelines_have_one_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "pipeline.toml"
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
+def test_several_pipelines_have_one_address(file: Path) -> None:
     one, two = (f'[[pipelines]]\nname = "{name}"\ndataset = "o/d"\n' for name in "ab")
 
     def urls(text: str) -> dict[str, str | None]:
@@ -94,12 +90,8 @@ def test_several_pipelines_have_one_address(
         urls(one + two + "port = 8001\n")
 
 
-def test_the_addresses_of_a_running_stack_with_a_gateway(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_addresses_of_a_running_stack_with_a_gateway(file: Path) -> None:
     """The stack was started with other ports than this shell knows."""
-    file = tmp_path / "pipeline.toml"
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
     file.write_text("".join(f'[[pipelines]]\nname = "{n}"\ndataset = "o/d"\n' for n in "ab"))
     process = identify(os.getpid())
     assert process is not None
@@ -115,8 +107,8 @@ def test_the_addresses_of_a_running_stack_with_a_gateway(
     ]
     for order in (running, running[::-1]):
         record = StackRecord(process=process, started_at=0, is_ready=True, children=tuple(order))
-        Home(tmp_path).stack_file.write_text(record.model_dump_json())
-        found = running_settings(Home(tmp_path))
+        Home(file.parent).stack_file.write_text(record.model_dump_json())
+        found = running_settings(Home(file.parent))
         assert found.gateway_url == "http://127.0.0.2:9000"
         assert [found.server_url(each) for each in found.pipelines] == [
             "http://127.0.0.2:9001",
@@ -132,12 +124,8 @@ def test_the_addresses_of_a_running_stack_with_a_gateway(
         ("[hub]\nport = 8071\n", ("metrics_port under [jobs]", "the hub")),
     ],
 )
-def test_one_port_is_not_given_to_two(
-    text: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "pipeline.toml"
+def test_one_port_is_not_given_to_two(text: str, words: tuple[str, ...], file: Path) -> None:
     file.write_text(text + '[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
     with pytest.raises(PipelineError) as refused:
         services_of(load_settings())
     assert all(word in str(refused.value) for word in words), refused.value
@@ -159,10 +147,9 @@ def test_a_second_stack_leaves_the_log_of_the_first_as_it_is(tmp_path: Path) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells that a process is suspended")
 def test_status_says_that_the_stack_is_suspended_and_down_stops_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIPELINE_HOME", str(tmp_path))
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     up = subprocess.Popen(["sleep", "600"])
     try:
         process = identify(up.pid)
@@ -187,9 +174,8 @@ def test_status_says_that_the_stack_is_suspended_and_down_stops_it(
 
 
 def test_a_service_that_must_be_restarted_is_not_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     monkeypatch.setattr("pipeline.stack.supervisor.http_probe", lambda url: lambda seconds: "dead")
     url = f"http://127.0.0.1:{free_port()}"
     stack = Stack(Home(tmp_path), [Service(name="hub", arguments=("--help",), url=url)])

@@ -1,8 +1,6 @@
-"""A release's tokenizer gives the ids that `AutoTokenizer` gives, and asks it only if it must."""
+"""A release's tokenizer gives the ids that `AutoTokenizer` gives."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,45 +46,35 @@ def limited() -> Tokenizer:
 
 
 NAMES = {"bos_token": "<begin>", "eos_token": "<end>", "unk_token": "<end>"}
-CASES: dict[str, tuple[Tokenizer, dict[str, Any], bool]] = {
-    "plain": (byte_level(), {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
-    "gpt2": (byte_level(), {"tokenizer_class": "GPT2Tokenizer"}, True),
+CASES: dict[str, tuple[Tokenizer, dict[str, Any]]] = {
+    "plain": (byte_level(), {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    "gpt2": (byte_level(), {"tokenizer_class": "GPT2Tokenizer"}),
     "a space as in the file": (
         byte_level(space=True),
         {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
-        True,
     ),
-    "a space": (
-        byte_level(),
-        {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
-        False,
-    ),
-    "no space": (byte_level(space=True), {"tokenizer_class": "GPT2Tokenizer"}, False),
+    "a space": (byte_level(), {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}),
+    "no space": (byte_level(space=True), {"tokenizer_class": "GPT2Tokenizer"}),
     "a beginning": (
         byte_level(),
         {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True},
-        False,
     ),
     "no beginning": (
         byte_level(),
         {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False},
-        True,
     ),
     "an end": (
         byte_level(),
         {"tokenizer_class": "GPT2Tokenizer", "add_eos_token": True, "add_bos_token": True},
-        False,
     ),
     "llama 2": (
         llama2(),
         {"tokenizer_class": "LlamaTokenizer", "legacy": False, "unk_token": "<unk>"},
-        False,
     ),
-    "limits": (limited(), {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+    "limits": (limited(), {"tokenizer_class": "PreTrainedTokenizerFast"}),
     "limits and a beginning": (
         limited(),
         {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True},
-        False,
     ),
     "another token": (
         byte_level(),
@@ -94,7 +82,6 @@ CASES: dict[str, tuple[Tokenizer, dict[str, Any], bool]] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "added_tokens_decoder": {"260": {"content": "<more>", "special": True}},
         },
-        False,
     ),
 }
 
@@ -109,7 +96,7 @@ def store(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ids_are_those_of_auto_tokenizer(name: str, tmp_path: Path) -> None:
-    tokenizer, settings, _ = CASES[name]
+    tokenizer, settings = CASES[name]
     folder = store(tmp_path, tokenizer, settings)
     found, wanted = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
@@ -143,29 +130,6 @@ def test_special_tokens_are_those_of_auto_tokenizer(
     prompt = found.chat_template.render(normalise(messages))
     assert prompt == wanted.apply_chat_template(messages, tokenize=False)
     assert list(found.encode("ab")) == wanted("ab")["input_ids"]
-
-
-def test_transformers_is_imported_only_where_the_file_does_not_say_all(tmp_path: Path) -> None:
-    program = (
-        "import sys, pathlib; from serving.tokenizer import ReleaseTokenizer, load_tokenizer\n"
-        "for folder in sys.argv[1:]:\n"
-        "    load_tokenizer(pathlib.Path(folder))\n"
-        "    print('transformers' in sys.modules)\n"
-    )
-    folders = {}
-    for name, (tokenizer, settings, is_all_said) in CASES.items():
-        if is_all_said or name == "a space":
-            (tmp_path / name).mkdir()
-            folders[store(tmp_path / name, tokenizer, settings)] = not is_all_said
-    # In one process: those that need it come last.
-    ordered = sorted(folders, key=lambda folder: folders[folder])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, ordered)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == [str(folders[folder]) for folder in ordered]
 
 
 def test_a_generation_config_gives_the_defaults_of_requests(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Networks of `transformers` share prefixes and give memory up as Llama and its kin do."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import Phi3Config
@@ -53,19 +52,6 @@ async def test_sequences_that_gave_their_memory_up_go_on_as_they_were(
 TWO_CONTEXTS = {
     name: 2 * 128 * 2 * 2 * heads * 16 * 4 for name, heads in (("gemma2", 2), ("bloom", 4))
 }
-
-
-async def test_the_head_computes_only_the_rows_that_are_asked_for(tmp_path: Path) -> None:
-    published = publish(build(config_of("gpt2")), tmp_path)
-    rows: list[int] = []
-    async with engine_with(published) as engine:
-        runner: Any = engine._steps._schedulers[published.id]._runner
-        runner._network.lm_head.register_forward_pre_hook(
-            lambda head, arguments: rows.append(arguments[0].shape[1])
-        )
-        await ask(engine, published.id, greedy(prompt(100), 1))
-        await ask(engine, published.id, greedy(prompt(100), 1, num_prompt_logprobs=0))
-    assert rows == [1, 100]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_context": 128, "max_batch_tokens": 16}])

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serving.engine import Generation, Step
 from serving.engines.torch_engine import llama
@@ -184,18 +182,3 @@ async def test_lengths_and_gaps_of_a_batch_change_no_tokens(
         answers += await ask_all(engine, published.id, short[5:])
     assert tokens(first) == expected(published.network, long.prompt, 40)
     assert answers == [expected(published.network, s.prompt, s.max_tokens) for s in short]
-
-
-@given(st.dictionaries(st.integers(0, 60), st.integers(1, 5000), min_size=1), st.integers(0, 2000))
-def test_runs_hold_every_row_and_cost_no_more_than_rows_alone(
-    lengths_by_slot: dict[int, int], span_tokens: int
-) -> None:
-    taken = sorted(lengths_by_slot)
-    lengths = [lengths_by_slot[slot] for slot in taken]
-    runs = llama.adjacent(taken, lengths, span_tokens)
-    assert [row for run in runs for row in range(run.start, run.stop)] == list(range(len(taken)))
-    cost = sum(
-        span_tokens + (taken[run.stop - 1] - taken[run.start] + 1) * max(lengths[run])
-        for run in runs
-    )
-    assert cost <= sum(span_tokens + length for length in lengths)

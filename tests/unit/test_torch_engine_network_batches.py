@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from transformers import GPTNeoConfig, Ministral3Config, PreTrainedConfig
+from transformers import GPTNeoConfig, PreTrainedConfig
 
 from serving.engines.torch_engine.generic import BATCHED, BATCHED_BY_KIND
 from tests.hub_checkpoints import CONFIGS, config_of
@@ -133,23 +132,3 @@ async def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(
         expected(published.network, each) for each in prompts
     ]
     assert max(batches) == 1
-
-
-async def test_kinds_of_layers_that_the_network_ignores(tmp_path: Path) -> None:
-    """Ministral 3 uses its window in all layers, whatever `layer_types` says."""
-    config: PreTrainedConfig = Ministral3Config(**SHAPE, **KINDS, head_dim=16)
-    published = publish(build(config), tmp_path)
-    prompts = [prompt(length, seed=length) for length in LENGTHS]
-    assert await together(published, prompts) == [
-        recomputed(published.network, each) for each in prompts
-    ]
-
-
-@torch.inference_mode()
-def recomputed(network: Any, token_ids: tuple[int, ...]) -> list[int]:
-    """12 tokens, each from a forward pass without a cache. The cache of `transformers` believes
-    `layer_types`, and its forward pass fails."""
-    found = list(token_ids)
-    for _ in range(12):
-        found.append(int(network(torch.tensor([found]), use_cache=False).logits[0, -1].argmax()))
-    return found[len(token_ids) :]

@@ -5,18 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
 from serving.engines.torch_engine import llama
-from serving.engines.torch_engine.llama import Linear, padded_count
+from serving.engines.torch_engine.llama import Linear
 from serving.engines.torch_engine.staging import llama_shape, read_config
 from tests.hub_checkpoints import config_of
 from tests.torch_engine_fixtures import (
     SHAPE,
-    VOCAB,
     ask,
     ask_all,
     build,
@@ -151,33 +148,3 @@ async def test_a_torch_without_the_packed_product_multiplies_with_the_plain_layo
     assert found == expected(published.network, prompt(20))
     assert f"does not multiply packed torch.float32 matrices ({fault})" in caplog.text
     assert Linear(torch.randn(8, 16), None).is_packed
-
-
-async def test_the_head_computes_only_the_rows_that_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published = publish(build(llama_config()), tmp_path)
-    computed: list[tuple[torch.Size, int]] = []
-    multiply = Linear.__call__
-
-    def remember(matrix: Linear, x: Tensor) -> Tensor:
-        computed.append((matrix._weight.shape, len(x)))
-        return multiply(matrix, x)
-
-    monkeypatch.setattr(Linear, "__call__", remember)
-
-    async def rows_of_the_head(**changes: int) -> list[int]:
-        async with engine_with(published) as engine:
-            computed.clear()
-            await ask(engine, published.id, greedy(prompt(100), 1, **changes))
-            return [rows for shape, rows in computed if shape == (VOCAB, 64)]
-
-    assert await rows_of_the_head() == [1]
-    assert await rows_of_the_head(num_prompt_logprobs=0) == [padded_count(100)]
-
-
-@given(st.integers(min_value=1, max_value=2_000))
-def test_a_batch_is_rounded_up_by_less_than_half(num_rows: int) -> None:
-    padded = padded_count(num_rows)
-    assert num_rows <= padded < max(num_rows * 1.5, num_rows + 4)
-    assert padded_count(padded) == padded

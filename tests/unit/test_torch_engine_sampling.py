@@ -1,13 +1,10 @@
 """Draws: by seed the same, and from the distribution that the settings describe."""
 
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from serving.engine import Generation
-from serving.engines.torch_engine import sampling
 from serving.engines.torch_engine.sampling import sample
 from tests.torch_engine_fixtures import (
     ask_all,
@@ -25,26 +22,6 @@ LOGITS = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
 def test_a_stop_token_is_not_chosen_before_the_least_number_of_tokens() -> None:
     one = sequence(stop_token_ids=(0,), min_tokens=1, top_k=1)
     assert sample([one], LOGITS[None]) == [1]
-
-
-def test_a_large_top_k_widens_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[tuple[int, int]] = []
-    original = sampling.largest
-
-    def counted(values: torch.Tensor, count: int) -> Any:
-        searched.append((len(values), count))
-        return original(values, count)
-
-    monkeypatch.setattr(sampling, "largest", counted)
-    logits = torch.randn(4, 8192, generator=torch.Generator().manual_seed(0))
-    counts = (4, 8000, 9, 0)
-    found = sample([sequence(seed=1, top_k=count) for count in counts], logits)
-    assert searched == [(2, 9)]
-    alone = [
-        sample([sequence(seed=1, top_k=count)], row[None])[0]
-        for count, row in zip(counts, logits, strict=True)
-    ]
-    assert found == alone
 
 
 def test_what_is_sampled_leaves_the_logits_as_they_are() -> None:

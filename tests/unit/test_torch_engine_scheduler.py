@@ -1,4 +1,4 @@
-"""What a step computes, and what becomes of its events if it fails."""
+"""What a step computes of the prompts, and at what cost in memory."""
 
 import asyncio
 from collections.abc import Iterator
@@ -42,37 +42,6 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def submit(
-    scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop
-) -> EngineSequence:
-    sequence = EngineSequence("r000001-00000000", generation, loop)
-    scheduler.submit(sequence)
-    return sequence
-
-
-def test_a_sequence_that_ended_in_a_step_that_failed_gets_its_end(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = Scheduler(Runner(), TorchEngineSettings())
-    first = submit(scheduler, Generation(prompt=(1, 2), max_tokens=1, temperature=0.0), loop)
-    second = submit(scheduler, Generation(prompt=(3, 4), max_tokens=5, temperature=0.0), loop)
-
-    def fail(token_id: int) -> bool:
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(second.logits_processor, "add", fail)
-    with pytest.raises(RuntimeError, match="out of order"):
-        scheduler.step(num_schedulers=1)
-    error = EngineError("a step failed")
-    (ended, end), (failed, found) = scheduler.fail(error)
-    assert ended is first
-    assert isinstance(end, Step)
-    assert end.finish_reason == "length"
-    assert (failed, found) == (second, error)
-    assert scheduler.fail(error) == []
-    assert scheduler.untouched_bytes == 80 * 100
-
-
 def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +57,9 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
             temperature=0.0,
             num_prompt_logprobs=0 if scored else None,
         )
-        answers[submit(scheduler, generation, loop)] = []
+        sequence = EngineSequence("r000001-00000000", generation, loop)
+        scheduler.submit(sequence)
+        answers[sequence] = []
     while not scheduler.is_idle:
         for sequence, event in scheduler.step(num_schedulers=1):
             answers[sequence].append(event)
@@ -102,72 +73,3 @@ def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
         assert isinstance(first, Step)
         is_scored = sequence.generation.num_prompt_logprobs is not None
         assert len(first.prompt_logprobs or ()) == (74 if is_scored else 0)
-
-
-def test_a_preempted_sequence_takes_no_memory_while_it_waits(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-    runner = Runner()
-    runner.cache_size = KvCacheSize(
-        num_slots=8, num_blocks=10, block_tokens=16, block_bytes=100, context=160
-    )
-    scheduler = Scheduler(runner, TorchEngineSettings())
-    for number in range(3):
-        generation = Generation(prompt=(number,) * 30, max_tokens=100, temperature=0.0)
-        submit(scheduler, generation, loop)
-    while not scheduler.is_idle:
-        scheduler.step(num_schedulers=1)
-        batch = runner.batches[-1]
-        assert batch.slots or batch.chunks
-        lengths = [length + 1 for length in batch.lengths]
-        lengths += [chunk.start + len(chunk.token_ids) for chunk in batch.chunks]
-        held = sum(runner.cache_size.blocks(length) for length in lengths)
-        assert scheduler.untouched_bytes <= (10 - held) * 100
-    assert any(len(chunk.token_ids) > 30 for batch in runner.batches for chunk in batch.chunks)
-
-
-@pytest.mark.parametrize(
-    ("num_schedulers", "max_batch", "expected"),
-    [
-        # `step_seconds` is 25 tokens for each sequence that waits.
-        (1, 64, [100, 75, 75, 50, 25, 25, 25, 25]),
-        # Only one of the waiting sequences has room.
-        (1, 3, [25] * 16),
-        # The streams of the other release wait too, and their number is not known here.
-        (2, 64, [12] * 33),
-    ],
-)
-def test_a_prefill_may_take_longer_if_several_sequences_wait(
-    num_schedulers: int,
-    max_batch: int,
-    expected: list[int],
-    loop: asyncio.AbstractEventLoop,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: now)
-
-    class Slow(Runner):
-        def forward(self, batch: Batch) -> torch.Tensor:
-            nonlocal now
-            now += sum(len(chunk.token_ids) for chunk in batch.chunks) / 512
-            return super().forward(batch)
-
-    runner = Slow()
-    monkeypatch.setattr(scheduler_module, "_MIN_PREFILL_TOKENS", 1)
-    settings = TorchEngineSettings(step_seconds=25 / 512, max_batch=max_batch)
-    scheduler = Scheduler(runner, settings)
-    for number in range(2):
-        generation = Generation(prompt=(number,) * 50, max_tokens=100, temperature=0.0)
-        submit(scheduler, generation, loop)
-        scheduler.step(num_schedulers=1)
-    while len(scheduler._decoding) < 2:
-        scheduler.step(num_schedulers=1)
-    for number in range(2, 6):
-        generation = Generation(prompt=(number,) * 100, max_tokens=1, temperature=0.0)
-        submit(scheduler, generation, loop)
-    runner.batches.clear()
-    while scheduler._waiting or scheduler._prefilling:
-        scheduler.step(num_schedulers=num_schedulers)
-    prefilled = [sum(len(chunk.token_ids) for chunk in batch.chunks) for batch in runner.batches]
-    assert prefilled[: len(expected)] == expected

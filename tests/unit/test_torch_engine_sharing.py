@@ -4,6 +4,7 @@ waits, who leaves, and that memory goes."""
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,53 +36,6 @@ from tests.torch_engine_fixtures import (
 )
 
 __all__ = ["first"]
-
-
-async def test_two_releases_generate_side_by_side_and_each_as_itself(tmp_path: Path) -> None:
-    config = llama_config()
-    a, b = (publish(build(config, seed), tmp_path / str(seed)) for seed in (1, 2))
-    async with engine_with(a) as engine:
-        old = engine.generate(a.id, greedy(prompt(5), max_tokens=60))
-        head = tokens([await anext(old)])
-        await engine.stage(b.release, b.folder)
-        await engine.commit(b.id)
-        new = asyncio.create_task(ask(engine, b.id, greedy(prompt(5), max_tokens=20)))
-        await engine.unload(a.id)
-        with pytest.raises(EngineError, match="not staged"):
-            await ask(engine, a.id, greedy(prompt(5)))
-        rest = tokens([step async for step in old])
-        await until(lambda: list(engine.residents) == [b.id])
-        answer = tokens(await new)
-    assert head + rest == expected(a.network, prompt(5), 60)
-    assert answer == expected(b.network, prompt(5), 20)
-
-
-async def test_unchanged_tensors_are_shared_and_not_read(first: Published, tmp_path: Path) -> None:
-    layer = "model.layers.1."
-    names = (layer + "self_attn.k_proj.weight", layer + "post_attention_layernorm.weight")
-    second = changed(first.network, tmp_path / "b", nudge(*names), max_shard_bytes=20_000)
-    async with engine_with(first, second) as engine:
-        found = engine.residents
-        answers = [tokens(await ask(engine, one.id, greedy(prompt(9)))) for one in (first, second)]
-        one, other = (engine._steps._schedulers[p.id]._runner for p in (first, second))
-        is_shared = [
-            one._embedding is other._embedding,
-            one._head is other._head,
-            one._layers[0].gate_up is other._layers[0].gate_up,
-            one._layers[1].down is other._layers[1].down,
-            one._layers[1].qkv is other._layers[1].qkv,
-        ]
-    assert is_shared == [True, True, True, True, False]
-    assert answers == [expected(one.network, prompt(9)) for one in (first, second)]
-    # What is fused with the changed key projection is read with it.
-    sizes = {
-        name: tensor.nbytes for name, tensor in second.network.state_dict(keep_vars=True).items()
-    }
-    whole = sum(sizes.values()) - sizes["lm_head.weight"]
-    fused = [f"{layer}self_attn.{each}_proj.weight" for each in "qv"]
-    read = sum(sizes[name] for name in (*names, *fused))
-    assert found[first.id].read_bytes == whole
-    assert found[second.id].read_bytes == read
 
 
 HEAD_NORMS = Qwen3Config(**llama_config(tie_word_embeddings=True).to_diff_dict() | {"head_dim": 16})
@@ -167,7 +121,17 @@ async def test_a_third_release_waits_until_one_of_two_ends(
     assert found == expected(third.network, prompt(6))
 
 
-def test_memory_goes_with_the_last_generation(first: Published, tmp_path: Path) -> None:
+@pytest.fixture
+def no_garbage_is_collected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+async def test_memory_goes_with_the_last_generation(
+    first: Published, tmp_path: Path, no_garbage_is_collected: None
+) -> None:
     second = changed(first.network, tmp_path / "b", nudge("model.norm.weight"))
 
     def watch(engine: TorchEngine, release_id: str) -> dict[str, weakref.ref[Any]]:
@@ -179,28 +143,19 @@ def test_memory_goes_with_the_last_generation(first: Published, tmp_path: Path) 
             "shared": weakref.ref(runner._head),
         }
 
-    async def scenario() -> tuple[set[str], set[str]]:
-        async with engine_with(first, second) as engine:
-            watched = watch(engine, first.id)
-            running = engine.generate(first.id, greedy(prompt(5), max_tokens=50))
-            await anext(running)
-            await engine.unload(first.id)
-            during = {name for name, ref in watched.items() if ref() is not None}
-            async for _ in running:
-                pass
-            await until(lambda: first.id not in engine.residents)
-            after = {name for name, ref in watched.items() if ref() is not None}
-            await engine.unload(second.id)
-            await until(lambda: not engine.residents)
-            assert watched["shared"]() is None
-            return during, after
-
-    gc.collect()
-    gc.disable()
-    try:
-        during, after = asyncio.run(scenario())
-    finally:
-        gc.enable()
+    async with engine_with(first, second) as engine:
+        watched = watch(engine, first.id)
+        running = engine.generate(first.id, greedy(prompt(5), max_tokens=50))
+        await anext(running)
+        await engine.unload(first.id)
+        during = {name for name, ref in watched.items() if ref() is not None}
+        async for _ in running:
+            pass
+        await until(lambda: first.id not in engine.residents)
+        after = {name for name, ref in watched.items() if ref() is not None}
+        await engine.unload(second.id)
+        await until(lambda: not engine.residents)
+        assert watched["shared"]() is None
     assert during == {"runner", "slots", "norm", "shared"}
     assert after == {"shared"}
 

@@ -1,7 +1,5 @@
 """Which slot a sequence gets, and what stays in the prefix cache beside it."""
 
-from typing import Any
-
 import pytest
 
 from serving.engines.torch_engine.slots import KvCacheSize, Slot, SlotAllocator
@@ -22,13 +20,10 @@ class Runner:
         )
         self.slots = [self]
         self.copied: list[int] = []
-        self.fails = False
 
     def truncate(self, slot: int, length: int) -> None: ...
 
     def copy(self, source: int, target: int, length: int) -> None:
-        if self.fails:
-            raise RuntimeError("no copy")
         self.copied.append(length)
 
 
@@ -78,38 +73,6 @@ def test_the_only_slot_is_taken_over_whatever_it_loses() -> None:
     answer(allocator, *SYSTEM, *FIRST)
     assert answer(allocator, *SYSTEM, *SECOND) == 400
     assert runner.copied == []
-
-
-def test_a_copy_that_fails_loses_no_slot() -> None:
-    allocator, runner = make_allocator()
-    answer(allocator, *SYSTEM, *FIRST)
-    num_free = allocator.num_free
-    runner.fails = True
-    for _ in range(10):
-        with pytest.raises(RuntimeError, match="no copy"):
-            allocator.allocate((*SYSTEM, *SECOND), num_spare=0, may_share=True)
-    assert allocator.num_free == num_free
-    runner.fails = False
-    assert answer(allocator, *SYSTEM, *SECOND) == 400
-
-
-class Counted(int):
-    num_compared = 0
-
-    def __eq__(self, other: Any) -> bool:
-        Counted.num_compared += 1
-        return int(self) == int(other)
-
-    __hash__ = int.__hash__
-
-
-def test_tokens_are_not_compared_one_by_one() -> None:
-    """64 conversations with a system prompt of 8,000 tokens took 50 ms for each admission."""
-    allocator, _ = make_allocator(num_slots=8)
-    for own in range(6):
-        tokens = tuple(Counted(number) for number in (*SYSTEM, *(own,) * 20))
-        assert answer(allocator, *tokens) == (400 if own else 0)
-    assert Counted.num_compared == 0
 
 
 @pytest.mark.parametrize("common", [17, 1023, 1024, 1025, 1500])

@@ -1,15 +1,12 @@
 """The memory of keys and values: what it may hold, and what it takes from the system."""
 
-import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
-from serving.engines.torch_engine import slots
-from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape, page_table_bytes
+from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 
-TABLES = Path("/proc/self/status")
 RESIDENT = Path("/proc/self/smaps_rollup")
 
 
@@ -36,56 +33,6 @@ def told_bytes(file: Path, name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.skipif(not TABLES.exists(), reason="the system tells no size of page tables")
-@pytest.mark.parametrize("num_tokens", [64, 1 << 14])
-def test_page_tables_are_counted(num_tokens: int) -> None:
-    layers = [make_slots(num_tokens) for _ in range(2)]
-    before = told_bytes(TABLES, "VmPTE:")
-    token = torch.ones(1, 2, 4, 64)
-    for layer in layers:
-        for slot in range(64):
-            layer.write_run(slot, 0, token)
-    counted = page_table_bytes(2 * 4, 64, num_tokens * 64 * 4)
-    assert told_bytes(TABLES, "VmPTE:") - before == pytest.approx(counted, rel=0.1, abs=1 << 16)
-
-
-class Memory(mmap.mmap):
-    """Refuses the advice against huge pages, as a kernel without them does."""
-
-    def madvise(self, advice: int, *span: int) -> None:
-        if advice == mmap.MADV_NOHUGEPAGE:
-            raise OSError(22, "Invalid argument")
-        super().madvise(advice, *span)
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_NOHUGEPAGE"), reason="only on Linux")
-def test_a_kernel_without_huge_pages_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots.mmap, "mmap", Memory)
-    memory = make_slots()
-    memory.write_run(0, 0, torch.ones(1, 2, 4, 64))
-    memory.truncate(0, 0)
-    assert memory.read(0, 1, 1)[0].eq(0).all()
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="not on this system")
-def test_pages_are_freed_by_the_advice_that_frees_on_the_system(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[int] = []
-
-    class Watched(mmap.mmap):
-        def madvise(self, advice: int, *span: int) -> None:
-            given.append(advice)
-
-    monkeypatch.setattr(slots.mmap, "mmap", Watched)
-    memory = make_slots()
-    for platform, expected in (("linux", mmap.MADV_DONTNEED), ("darwin", mmap.MADV_FREE)):
-        given.clear()
-        monkeypatch.setattr(slots.sys, "platform", platform)
-        memory.truncate(0, 0)
-        assert set(given) == {expected}
-
-
 @pytest.mark.skipif(not RESIDENT.exists(), reason="the system tells no RSS")
 def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
     layers = [make_slots(1 << 14) for _ in range(2)]
@@ -110,11 +57,3 @@ def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
     assert full - written > 28 << 20
     assert full - cut > 24 << 20
     assert told_bytes(RESIDENT, "Rss:") - written < 4 << 20
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_a_block_of_tokens_is_whole_pages_of_each_head(head_dim: int, dtype: torch.dtype) -> None:
-    count = slots.block_tokens(head_dim, dtype)
-    assert count >= 16
-    assert count * head_dim * dtype.itemsize % slots.mmap.PAGESIZE == 0

@@ -3,9 +3,7 @@ threads."""
 
 import asyncio
 import fcntl
-import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 
 from serving.engines.torch_engine import engine as engine_module
 from serving.engines.torch_engine import llama
-from serving.engines.torch_engine.engine import BusyLock, StepLoop
+from serving.engines.torch_engine.engine import StepLoop
 from serving.engines.torch_engine.slots import Batch
 from serving.engines.torch_engine.staging import Loader
 from tests.torch_engine_fixtures import (
@@ -53,36 +51,6 @@ class Steps:
         return []
 
 
-def test_the_events_of_one_release_do_not_wait_for_the_step_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    delivered: list[str] = []
-
-    class Named(Steps):
-        def __init__(self, name: str) -> None:
-            super().__init__(1, fails=False)
-            self.name = name
-
-        def step(self, *, num_schedulers: int) -> list[Any]:
-            super().step(num_schedulers=num_schedulers)
-            delivered.append(f"step of {self.name}")
-            return [self.name]
-
-    def deliver(events: list[Any]) -> None:
-        delivered.extend(f"events of {name}" for name in events)
-
-    monkeypatch.setattr(engine_module, "_deliver", deliver)
-    loop = StepLoop(num_threads=1, busy_lock_file=None)
-    schedulers: list[Any] = [Named("old"), Named("new")]
-    loop._call(lambda: loop._schedulers.update({each.name: each for each in schedulers}))
-    try:
-        loop.next_turn().result(30)
-        loop.next_turn().result(30)
-    finally:
-        loop.close()
-    assert delivered == ["step of old", "events of old", "step of new", "events of new"]
-
-
 @pytest.mark.parametrize("is_one_too_few", [False, True])
 async def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: bool) -> None:
     count = engine_module._MAX_FAILED_STEPS - is_one_too_few
@@ -103,25 +71,6 @@ async def test_steps_that_fail_again_and_again_are_a_failure(is_one_too_few: boo
         assert loop.failure is None
     finally:
         await asyncio.to_thread(loop.close)
-
-
-async def test_a_release_is_freed_on_the_thread_that_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Freeing gigabytes takes long, and nobody's step may wait for it. What the allocator keeps is
-    given back afterwards."""
-    first, second = (publish(build(llama_config(), seed), tmp_path / str(seed)) for seed in (1, 2))
-    freed_on: list[str] = []
-    monkeypatch.setattr(engine_module, "return_unused_memory", lambda: freed_on.append("returned"))
-    async with engine_with(first, second) as engine:
-        runner = engine._steps._schedulers[first.id]._runner
-        for each in (runner, *runner.slots):
-            weakref.finalize(each, lambda: freed_on.append(threading.current_thread().name))
-        del runner, each
-        await ask(engine, first.id, greedy(prompt(5)))
-        await engine.unload(first.id)
-        await until(lambda: first.id not in engine.residents)
-        assert freed_on == [*["torch-engine-staging_0"] * 3, "returned"]
 
 
 @pytest.fixture(scope="module")
@@ -210,21 +159,3 @@ async def test_beside_others_that_compute_the_steps_leave_them_a_core(
         with computing(lock), computing(lock):
             assert await threads_of(engine) == {1}
         assert await threads_of(engine) == {2}
-
-
-def test_the_busy_lock_is_checked_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now[0])
-    lock = tmp_path / "computing"
-    found = BusyLock(lock)
-    assert not found.is_held
-    with computing(lock):
-        assert not found.is_held
-        now[0] += 0.11
-        assert found.is_held
-    assert found.is_held
-    now[0] += 0.11
-    assert not found.is_held
-    assert not BusyLock(None).is_held

@@ -216,10 +216,7 @@ def test_cancel_by_state(store: JobStore) -> None:
         "j000009",
         "j9",
         "",
-        "j-00001",
-        "j\u0660\u0660\u0660\u0660\u0660\u0661",
         "j9999999999",
-        pytest.param("j" + "9" * 5000, id="too-long"),
     ],
 )
 def test_an_unknown_job_is_named(store: JobStore, job_id: str) -> None:

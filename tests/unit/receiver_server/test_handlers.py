@@ -142,13 +142,3 @@ def test_the_documented_payloads_are_taken(server: WebhooksServer, client: TestC
     ):
         answer = client.post("/webhooks/x", json=payload)
         assert (answer.status_code, answer.json()) == (200, payload["event"]["scope"])
-
-
-def test_every_route_is_in_openapi_and_health_answers(
-    server: WebhooksServer, client: TestClient
-) -> None:
-    server.add_webhook("/x")(lambda payload: None)
-    described = client.get("/openapi.json").json()["paths"]["/webhooks/x"]["post"]
-    assert set(described["responses"]) >= {"200", "401", "403", "408", "413", "422"}
-    assert "WebhookPayload" in str(described["requestBody"])
-    assert client.get("/health").json() == {"status": "ok"}

@@ -60,21 +60,6 @@ def test_a_server_that_is_reachable_takes_no_open_handler(
     server.add_webhook("/open")(lambda payload: None)
 
 
-def test_a_server_that_broke_off_takes_an_open_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(_server: object, *sockets: socket.socket) -> None:
-        for one in sockets:
-            one.close()
-        raise RuntimeError("the loop broke")
-
-    monkeypatch.setattr(listen, "bind", lambda _host, port: bind("127.0.0.1", port))
-    monkeypatch.setattr(listen, "serve", breaks)
-    server = WebhooksServer()
-    server.add_webhook("/closed", webhook_secret="x")(lambda payload: None)
-    with pytest.raises(RuntimeError, match="the loop broke"):
-        server.launch(server_name="0.0.0.0", server_port=0)
-    server.add_webhook("/open")(lambda payload: None)
-
-
 def test_an_address_that_cannot_be_taken() -> None:
     server = WebhooksServer(webhook_secret="x")
     with bind("127.0.0.1", 0) as taken:
