@@ -125,7 +125,7 @@ def test_a_commit_of_nothing_but_contradictions_is_trained_on_and_told(pipeline:
 def test_a_budget_below_one_pass_trains_the_rest_with_the_next_job(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, train=TRAIN)
     files = {"a.jsonl": jsonl(unrelated(60))}
-    short = TRAIN | {"max_tokens": 800}
+    short = TRAIN | {"max_tokens": 400}
     first = pipeline.learn(files, train=short)
     assert str(learned(first)) == "not yet trained: 60 rows", "one visit does not teach a row"
     assert len(record(pipeline, first, "evaluation")["not_trained"]) == 60
