@@ -34,7 +34,7 @@ MAX_SKIPPED = 20
 """While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
 than have this many times the tokens of the sample."""
 ANSWERS_BUDGET = 2
-"""Rows with an answer may take this many times the budget, because training ends when the model
+"""Rows with an answer may take this many times `max_tokens`, because training ends when the model
 says the answers."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
@@ -248,6 +248,7 @@ def make_plan(
                 judged.append([some[index] for index in chosen])
     usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, max_tokens / USUAL_STEPS))
     step_tokens = train.tokens_per_step or round(usual)
+    warm_up_steps = round(train.warmup_ratio * max_tokens / step_tokens)
     is_said = {row.digest for row in said}
     kept = [index for index in replayed if data.known[found[index].row].digest in is_said]
     if is_delta and known <= max_tokens:
@@ -257,7 +258,8 @@ def make_plan(
             for asked in wordings.trained(row)[: max(1, len(row.wordings))]
         )
         replayed += chain(*place_wordings(list(again)).values())
-    has_answers = bool(counted or unlearned)
+    if counted or unlearned:
+        max_tokens = max(max_tokens, ANSWERS_BUDGET * train.max_tokens)
     return TrainingPlan(
         sequences=found,
         learned=learned,
@@ -272,9 +274,9 @@ def make_plan(
         ],
         judged=judged,
         learning_rate=learning_rate,
-        max_tokens=max_tokens * (ANSWERS_BUDGET if has_answers else 1),
+        max_tokens=max_tokens,
         step_tokens=step_tokens,
-        warm_up_steps=round(train.warmup_ratio * max_tokens / step_tokens),
+        warm_up_steps=warm_up_steps,
         replay_ratio=replay_ratio,
         anchor_ratio=anchor_ratio if anchors else 0.0,
     )

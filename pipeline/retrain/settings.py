@@ -107,7 +107,7 @@ class TrainSettings(_Settings):
     max_tokens: int = Field(default=250_000, ge=1)
     """The token budget: the largest number of tokens that a full training trains on. It bounds the
     time. Two cores of a laptop train the preset on about 3,000 tokens per second. A training on
-    rows with an answer ends when the model says the answers, and may use twice the budget. The
+    rows with an answer ends when the model says the answers, and may use twice as many. The
     served release may have been trained on more tokens than this, by several deltas. The new
     weights are compared with it, so a full training may then use as many tokens, but at most four
     times this number."""
