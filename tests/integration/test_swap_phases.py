@@ -147,46 +147,6 @@ def test_a_release_is_swapped_in_only_in_place_of_the_one_that_it_follows(
     play(tmp_path, story)
 
 
-def test_the_newest_request_wins_although_its_release_was_superseded(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        other = house.release(3)
-        first, gate = await house.swap_held_at("stage", house.new.id)
-        waiting = asyncio.create_task(house.swapper.swap(other.id))
-        await asyncio.sleep(0)
-        release_store.set_pending(house.pipeline_dir, house.new.id)
-        again = asyncio.create_task(house.swapper.swap(house.new.id))
-        await asyncio.sleep(0)
-        commit = house.engine.hang["commit"] = asyncio.Event()
-        gate.set()
-        results = [(await each).result for each in (first, waiting)]
-        assert results == ["superseded", "superseded"]
-        # The mark is that of the swap that goes on.
-        assert release_store.pending_release(house.pipeline_dir) == house.new.id
-        commit.set()
-        assert (await again).result == "live"
-        assert await house.answers() == house.new.id
-        assert release_store.pending_release(house.pipeline_dir) is None
-
-    play(tmp_path, story)
-
-
-def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        third, fourth = house.release(3), house.release(4)
-        first, gate = await house.swap_held_at("commit", house.new.id)
-        waiting = asyncio.create_task(house.swapper.swap(third.id))
-        await asyncio.sleep(0)
-        newer = asyncio.create_task(house.swapper.swap(fourth.id))
-        await asyncio.sleep(0)
-        gate.set()
-        assert (await waiting).superseded_by == fourth.id
-        assert (await first).result == "live"
-        assert (await newer).result == "live"
-        assert await house.answers() == fourth.id
-
-    play(tmp_path, story)
-
-
 def test_a_swap_goes_on_when_who_asked_hangs_up(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         asked, gate = await house.swap_held_at("stage", house.new.id)
