@@ -231,14 +231,6 @@ def test_requests_that_are_not_gits_are_refused(hub: RunningHub, worktree: Path)
     assert hub.request("GET", "/health").status_code == 200
 
 
-def test_protocol_version_2_is_spoken(hub: RunningHub, worktree: Path) -> None:
-    answer = httpx.get(
-        f"{hub.url}/datasets/local/facts/info/refs?service=git-upload-pack",
-        headers={**authorization(hub), "Git-Protocol": "version=2"},
-    )
-    assert b"version 2" in answer.content
-
-
 def test_a_thousand_tags_at_once_are_one_event(
     hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
 ) -> None:
