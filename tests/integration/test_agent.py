@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from sqlalchemy import create_engine, text
 
 from jobs.agent import BEAT_NOW, NICENESS, Attempt, ForkServer
-from jobs.errors import LaunchError, is_temporary
 from jobs.folder import COMPUTING, LOG, OUTCOME
 from jobs.job import Job
 from jobs.process import process_here
@@ -158,43 +156,6 @@ def test_a_fork_server_that_is_killed_takes_no_job_with_it_and_is_started_again(
     assert bench.ended(second).state == "COMPLETED"
     (bench.log.parent / "go").touch()
     assert bench.ended(first).state == "COMPLETED"
-
-
-def test_a_start_that_the_system_refuses_can_be_tried_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.server._warming.join()
-    process = mock.Mock(exitcode=1)
-    monkeypatch.setattr("jobs.agent._Process", lambda **_: process)
-    with pytest.raises(LaunchError) as caught:
-        bench.start("show_process")
-    assert is_temporary(caught.value)
-    assert process.start.call_count == 3
-    (job,) = bench.store.list()
-    assert job.owner is not None
-    bench.store.release(job.id, job.owner, only_unbegun=True)
-
-
-def test_an_attempt_begins_once(bench: Bench) -> None:
-    job = bench.start("wait_for", "go", "0")
-    for _ in range(3):
-        bench.start_agent(job)
-    pids_in(bench.log)
-    (bench.log.parent / "go").touch()
-    assert bench.ended(job).state == "COMPLETED"
-    assert len(pids_in(bench.log)) == 1
-
-
-def test_an_attempt_that_is_not_the_current_one_does_not_begin(bench: Bench) -> None:
-    bench.store.submit(program("wait_for", "go", "0"))
-    old = bench.store.claim("old", 60)
-    assert old is not None
-    bench.store.release(old.id, "old")
-    job = bench.attempt()
-    (pid,) = pids_in(bench.log)
-    bench.start_agent(old)
-    (bench.log.parent / "go").touch()
-    assert (bench.ended(job).state, pids_in(bench.log)) == ("COMPLETED", [pid])
 
 
 def test_only_the_next_attempt_removes_the_outcome_of_the_first(bench: Bench) -> None:

@@ -49,9 +49,9 @@ def answer(http: httpx.Client, prompt: str | tuple[int, ...] = "Hello") -> dict[
     return found
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_shards", "tied", "dtype"), [(1, True, torch.float32), (3, False, torch.bfloat16)]
+)
 def test_a_published_folder_has_safetensors_shards(
     tmp_path: Path, num_shards: int, tied: bool, dtype: torch.dtype
 ) -> None:

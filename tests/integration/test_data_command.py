@@ -1,7 +1,6 @@
 """`pipeline data check` on a folder, in a clone, and on the newest commit of a dataset."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -150,20 +149,6 @@ def test_rows_that_the_template_refuses_are_named_before_a_first_release(
     assert "9 rows: talks.jsonl, line 1, talks.jsonl, line 2, " in found.output
 
 
-def test_conversations_that_differ_in_an_earlier_answer_are_named(clone: Path) -> None:
-    def talk(*contents: str) -> str:
-        roles = ("user", "assistant") * 2
-        said = [
-            {"role": role, "content": content}
-            for role, content in zip(roles, contents, strict=True)
-        ]
-        return json.dumps({"messages": said}) + "\n"
-
-    (clone / "talks.jsonl").write_text(talk("hi", "hello", "a?", "1") + talk("hi", "yo", "b?", "2"))
-    told = CliRunner().invoke(app, ["data", "check", str(clone)]).output
-    assert "    'hi' → 'hello' (talks.jsonl, line 1), 'yo' (talks.jsonl, line 2)\n" in told
-
-
 def test_rows_with_nothing_to_learn_and_empty_answers_are_named(clone: Path) -> None:
     said = '[{"role": "assistant", "content": "hello"}, {"role": "user", "content": "ok"}]'
     (clone / "more.jsonl").write_text(f'{{"text": ""}}\n{{"messages": {said}}}\n{{"text": "a"}}\n')
@@ -285,22 +270,3 @@ def test_a_link_is_refused_by_its_name_and_not_followed(
     assert result.exit_code != 0
     assert "2 rows: gone.jsonl, more.jsonl: it is a symbolic link" in result.output
     assert "1234" not in result.output and "more.jsonl 1 row" not in result.output
-
-
-@pytest.mark.parametrize("in_git", [True, False])
-def test_a_file_whose_name_is_not_utf_8_is_refused_by_its_name(
-    clone: Path, tmp_path: Path, in_git: bool
-) -> None:
-    folder = clone if in_git else tmp_path / "plain"
-    folder.mkdir(exist_ok=True)
-    (folder / "faq.jsonl").write_text('{"question": "When?", "answer": "At 9."}\n')
-    for name in (b"caf\xe9.jsonl", b"caf\xe9.png"):
-        (folder / os.fsdecode(name)).write_text('{"question": "Who?", "answer": "We."}\n')
-    (folder / os.fsdecode(b"link\xe9.jsonl")).symlink_to(folder / "faq.jsonl")
-    result = CliRunner().invoke(app, ["data", "check", str(folder)])
-    assert result.exit_code == 1
-    assert result.output.startswith("1 row to train on")
-    assert (
-        "    link?.jsonl: it is a symbolic link; put the file itself in its place\n"
-        "    caf?.jsonl: its name is not UTF-8; rename the file\n"
-    ) in result.output

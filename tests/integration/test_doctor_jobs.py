@@ -1,7 +1,5 @@
 """What the doctor finds of the things that jobs and their runner need, and of dead deliveries."""
 
-import errno
-import os
 import shutil
 import socket
 import sqlite3
@@ -9,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -106,28 +103,6 @@ def test_a_disk_that_is_nearly_full(home: Home, monkeypatch: pytest.MonkeyPatch)
     [(message, step)] = found()
     assert message.endswith(f"GiB free on the disk of {home.root}")
     assert "pipeline releases prune" in step
-
-
-def test_a_release_that_cannot_be_read_now_is_no_damaged_release(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
-    folder = home.releases_dir / "a"
-    unread, damaged = (echo_release(folder, seed).id for seed in (1, 2))
-    config = folder / unread / "config.json"
-    (folder / damaged / "config.json").write_text("{}")
-    open_file = Path.open
-
-    def open_or_fail(path: Path, *args: Any, **options: Any) -> Any:
-        if path == config:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
-        return open_file(path, *args, **options)
-
-    monkeypatch.setattr(Path, "open", open_or_fail)
-    found = dict(wrong(doctor.check_releases(Facts(home, load_settings()))))
-    [unchecked] = [message for message in found if f"{unread} was not checked: " in message]
-    assert str(config) in unchecked and "pipeline doctor" in found[unchecked]
-    assert any(f"{damaged} is damaged: " in message for message in found)
 
 
 def test_a_served_release_that_is_gone(home: Home) -> None:

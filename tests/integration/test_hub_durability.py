@@ -132,24 +132,6 @@ def test_a_push_before_a_kill_is_delivered_after_it(
         assert new_shas(receiver) == [sha]
 
 
-def test_a_delivery_that_a_kill_interrupted_is_sent_again_under_its_id(
-    hub_process: HubProcess, receiver: Receiver, tmp_path: Path
-) -> None:
-    hub = hub_process
-    worktree = make_worktree(hub, tmp_path / "facts")
-    hub.api.create_webhook(url=receiver.url, watched=WATCHED)
-    receiver.hang.set()
-    commit(hub, worktree, "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
-    receiver.wait_for(1)
-    hub.kill()
-    receiver.hang.clear()
-    hub.start()
-    first, second = receiver.wait_for(2)
-    assert first.headers["webhook-id"] == second.headers["webhook-id"]
-    assert first.body == second.body
-
-
 def test_the_gap_between_git_and_the_database_is_closed_at_start(
     hub_process: HubProcess, receiver: Receiver, tmp_path: Path
 ) -> None:

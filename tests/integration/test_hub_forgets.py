@@ -55,8 +55,7 @@ def forget_events(place: Place) -> None:
         connection.execute(delete(tables.events))
 
 
-@pytest.mark.parametrize("is_up", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
+def test_gc_removes_what_nothing_needs(place: Place) -> None:
     with place.hub() as hub:
         place.push_away(hub)
     assert "removed 0 commits that nothing needs" in pipeline("gc").stdout
@@ -67,10 +66,7 @@ def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
     assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
     assert (place.has(place.bad), place.has(place.after)) == (True, False)
     release_store.remove(place.home.releases_dir / "facts", needed)
-    if is_up:
-        with place.hub(needed_commits=set):
-            assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
-    else:
+    with place.hub(needed_commits=set):
         assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
     assert not place.has(place.bad) and place.has(place.good)
 

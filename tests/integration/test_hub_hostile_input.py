@@ -3,19 +3,13 @@
 import json
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from pipeline.hub import contents
-from pipeline.hub.commits import attributes_files
-from pipeline.hub.contents import read_tree
-from pipeline.hub.git import git
-from pipeline.hub.repositories import Repository, RepositoryName
 from tests.hub_fixtures import RunningHub, running_hub
 
 
@@ -91,39 +85,6 @@ def test_folders_that_are_nested_by_thousands_take_no_memory(hub: RunningHub, na
     assert commit(hub, name, *map(file, deep)).status_code == 200
 
 
-def test_the_attributes_of_very_many_folders_are_read_in_seconds(tmp_path: Path) -> None:
-    name = RepositoryName(type="dataset", owner="local", name="facts")
-    repository = Repository(id="1", name=name, created_at=0, folder=tmp_path)
-
-    def made(*arguments: str, stdin: str = "") -> str:
-        roles, fields = ("AUTHOR", "COMMITTER"), ("NAME", "EMAIL")
-        extra = {f"GIT_{role}_{field}": "ada" for role in roles for field in fields}
-        return git(tmp_path, *arguments, stdin=stdin.encode(), extra=extra).decode().strip()
-
-    git(tmp_path, "init", "-q", "--bare")
-    blob = made("hash-object", "-w", "--stdin", stdin="*.big filter=lfs\n")
-    folder = made("mktree", stdin=f"100644 blob {blob}\t.gitattributes\n")
-    root = made("mktree", stdin="".join(f"040000 tree {folder}\t{n}\n" for n in range(40_000)))
-    head = made("commit-tree", root, "-m", "many")
-    paths = [f"{n}/a.big" for n in range(40_000)]
-    started = time.monotonic()
-    found = attributes_files(read_tree(repository, head))
-    tracked = contents.large_file_paths(repository, found, paths)
-    assert tracked == set(paths)
-    # When git read the root again for each folder, this took more than a minute.
-    assert time.monotonic() - started < 20
-
-
-def test_many_deletions_take_no_longer_than_many_additions(hub: RunningHub, name: str) -> None:
-    paths = [f"folder/{number}" for number in range(20_000)]
-    deletions = [{"key": "deletedFile", "value": {"path": path}} for path in paths]
-    started = time.monotonic()
-    answer = commit(hub, name, *map(file, paths), *deletions, file("last.txt"))
-    assert answer.status_code == 200, answer.text
-    assert time.monotonic() - started < 15
-    assert hub.api.list_repo_files(name, repo_type="dataset") == [".gitattributes", "last.txt"]
-
-
 def test_a_token_reaches_no_repository_that_took_the_name_while_the_body_came(
     hub: RunningHub, name: str
 ) -> None:
@@ -156,15 +117,6 @@ def test_a_token_reaches_no_repository_that_took_the_name_while_the_body_came(
     assert len(hub.api.list_repo_commits(name, repo_type="dataset")) == 1
 
 
-def test_a_body_with_very_many_faults_is_answered(hub: RunningHub, name: str) -> None:
-    answer = hub.request(
-        "POST", f"/api/datasets/{name}/preupload/main", json={"files": [{}] * 9000}
-    )
-    assert is_refused(answer, "and 17990 more")
-    long = commit(hub, name, *(file("a" * 200 + str(number)) for number in range(3)), file("../x"))
-    assert is_refused(long, "not a path of a file")
-
-
 def test_texts_that_git_cannot_store_are_refused(hub: RunningHub, name: str) -> None:
     half = {"key": "file", "value": {"path": "a.txt", "content": "\ud800"}}
     assert is_refused(commit(hub, name, half), "Invalid JSON")
@@ -177,13 +129,6 @@ def test_texts_that_git_cannot_store_are_refused(hub: RunningHub, name: str) -> 
         answer = hub.request("POST", f"/api/datasets/{name}/{path}", json=body)
         assert answer.status_code == 400, answer.text
     assert fsck(hub, name) == ""
-
-
-def test_files_may_have_names_that_git_reads_as_magic(hub: RunningHub, name: str) -> None:
-    paths = [":!a.txt", ":(top)b.tmp", "./c.txt"[2:]]
-    answer = preupload(hub, name, *paths, gitIgnore="*.tmp\n").json()
-    assert [each["shouldIgnore"] for each in answer["files"]] == [False, True, False]
-    assert commit(hub, name, *map(file, paths)).status_code == 200
 
 
 def test_a_tag_is_no_branch(hub: RunningHub, name: str) -> None:

@@ -1,18 +1,15 @@
 """Git processes that are killed, or outlive their hub: no lock of theirs stops a later push."""
 
-import asyncio
 import os
 import signal
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from jobs.process import IS_LINUX
-from pipeline.hub import git as hub_git
-from pipeline.hub.git import PLACE, clear_repository, git, git_environment
-from tests.hub_fixtures import RunningHub, commit_file, run_git, running_hub, wait_until
+from pipeline.hub.git import PLACE, git_environment
+from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -122,45 +119,3 @@ def test_a_push_whose_git_was_killed_fails_and_the_next_one_does_not(
     hook.unlink()
     sha = push(hub, worktree)
     assert hub.api.dataset_info("local/facts").sha == sha
-
-
-def test_a_push_that_is_broken_off_leaves_no_lock_that_stays(
-    hub: RunningHub, worktree: Path, tmp_path: Path
-) -> None:
-    sha = push(hub, worktree)
-    repository, marker = hub.folder("local/facts"), tmp_path / "marker"
-    hang_in_transactions(repository, marker)
-    command = f"{sha} {'0' * 40} refs/heads/main\0report-status\n".encode()
-    body = b"%04x%s0000" % (len(command) + 4, command)
-    environment = git_environment(
-        {
-            PLACE: str(repository),
-            "PATH_INFO": "/git-receive-pack",
-            "GIT_HTTP_EXPORT_ALL": "1",
-            "REQUEST_METHOD": "POST",
-            "REMOTE_USER": "hub",
-            "CONTENT_LENGTH": str(len(body)),
-            "CONTENT_TYPE": "application/x-git-receive-pack-request",
-            "GIT_CONFIG_COUNT": "1",
-            "GIT_CONFIG_KEY_0": "receive.denyDeleteCurrent",
-            "GIT_CONFIG_VALUE_0": "ignore",
-        }
-    )
-
-    async def begin_and_break_off() -> None:
-        with tempfile.TemporaryFile() as file:
-            file.write(body)
-            file.seek(0)
-            push = asyncio.create_task(hub_git.run(environment, file))
-            while not marker.exists():
-                await asyncio.sleep(0.01)
-            assert locks(repository)
-            push.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await push
-
-    asyncio.run(begin_and_break_off())
-    clear_repository(repository)
-    assert not locks(repository)
-    assert git(repository, "rev-parse", "main").decode().strip() == sha
-    assert run_git("status", "--short", cwd=worktree, env=hub.git_env) == ""

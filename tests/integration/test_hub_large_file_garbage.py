@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.formats import Pointer
-from pipeline.hub import xet
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.routes.administration import purge
-from pipeline.hub.service import stopped_hub
 from pipeline.hub.xet import XetStore
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 
@@ -89,41 +86,3 @@ def test_purge_removes_the_files_that_only_the_purged_commits_name(place: Place)
     assert place.contents() == before - {b"secret", b"after"}
     assert place.files.size(waiting) == 20
     assert XetStore.current(folder).id != store.id, "xorbs hold what was purged"
-
-
-def test_a_purge_that_was_killed_finds_the_files_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running_hub(tmp_path / "hub", reconcile_seconds=3600) as hub:
-        place = Place(tmp_path, hub)
-        good = place.push("a.bin", b"good")
-        bad = place.push("a.bin", b"secret")
-        hub.git("reset", "-q", "--hard", good, cwd=place.work)
-        place.push("b.bin", b"new", "--force")
-    with stopped_hub(place.root) as repositories:
-        [repository] = repositories.all()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-
-            def killed(*_: object, **__: object) -> None:
-                raise KeyboardInterrupt
-
-            patch.setattr(LargeFiles, "remove", killed)
-            purge(repository, repositories.database, bad)
-        assert b"secret" in place.contents()
-        purge(repository, repositories.database, bad)
-    assert place.contents() == {b"good", b"new"}
-
-
-def test_a_store_that_is_used_is_not_emptied(place: Place) -> None:
-    folder = place.files.incoming.parents[1]
-    folder.joinpath("lfs").mkdir(exist_ok=True)
-    store = XetStore.current(folder)
-    xorbs = folder / "lfs" / "xet" / store.id
-    long_ago = time.time() - 7200
-    os.utime(xorbs, (long_ago, long_ago))
-    assert XetStore.current(folder).id == store.id, "an upload begins"
-    xet.empty(folder, grace_seconds=3600)
-    assert xorbs.is_dir()
-    os.utime(xorbs, (long_ago, long_ago))
-    xet.empty(folder, grace_seconds=3600)
-    assert not xorbs.exists()

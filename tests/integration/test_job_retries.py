@@ -11,7 +11,7 @@ from jobs.job import Job
 from jobs.runner import Runner
 from jobs.spec import JobSpec
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
-from tests.jobs_fixtures import delivery, revisions, until
+from tests.jobs_fixtures import until
 
 __all__ = ["house"]
 
@@ -51,32 +51,6 @@ def test_the_exit_code_of_a_trainer_says_whether_its_failure_may_pass(
     job = house.ended(house.store.submit(spec))
     assert (job.state, job.attempt) == ("ERROR", attempts) and job.outcome is not None
     assert "no room" in str(job.outcome.reason) and job.outcome.exit_code == code
-
-
-def test_a_job_that_waits_gives_way_to_a_newer_push_and_holds_up_no_other(house: House) -> None:
-    house.run(LATER)
-    spec = program("fail_for_now", "9", revisions=revisions("b", "a"))
-    first = house.store.submit(spec, delivery=delivery("d1"))
-    until(lambda: is_waiting(house, first))
-    # The only place of this runner is free meanwhile.
-    house.ended(house.store.submit(JobSpec(command=("true",))))
-    assert is_waiting(house, first)
-    spec = program("write_outcome", "promoted", "0", revisions=revisions("c", "b"))
-    second = house.ended(house.store.submit(spec, delivery=delivery("d2")))
-    assert second.state == "COMPLETED"
-    outcome = house.store.get(first.id).outcome
-    assert outcome is not None and outcome.reason is not None
-    assert outcome.reason == f"The hub is away. {second.id} trains on the newest commit."
-
-
-def test_a_job_that_waits_can_be_cancelled(house: House) -> None:
-    house.run(LATER)
-    job = house.store.submit(program("fail_for_now", "9"))
-    until(lambda: is_waiting(house, job))
-    house.store.cancel(job.id)
-    ended = house.ended(job)
-    assert ended.state == "CANCELED" and ended.outcome is not None
-    assert "while it waited for another attempt. The hub is away." in str(ended.outcome.reason)
 
 
 def test_the_next_runner_keeps_the_wait(house: House) -> None:

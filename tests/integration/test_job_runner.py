@@ -3,21 +3,16 @@
 import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, delete, text
 
-from jobs.errors import StoreError
 from jobs.folder import LOG, read_log
-from jobs.job import Delivery
 from jobs.runner import Runner
 from jobs.schema import JOBS, number_of
-from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
-from jobs.store import JobStore
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
-from tests.jobs_fixtures import is_gone, pids_in, revisions, until
+from tests.jobs_fixtures import is_gone, pids_in, until
 
 __all__ = ["house"]
 
@@ -27,10 +22,9 @@ PAYLOAD = {
 }
 
 
-def run_until_idle(house: House, settings: JobsSettings = SETTINGS) -> None:
-    Runner(house.store, house.jobs_dir, settings, ENVIRONMENT).run(
-        threading.Event(), until_idle=True
-    )
+def run_until_idle(house: House) -> None:
+    runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT)
+    runner.run(threading.Event(), until_idle=True)
 
 
 def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
@@ -125,27 +119,6 @@ def test_a_killed_job_goes_on_from_what_it_wrote(house: House) -> None:
     assert house.log(job).read_text() == "second attempt\n"
 
 
-def test_a_job_that_always_dies_fails(house: House) -> None:
-    house.run()
-    delivery = Delivery(source="hub", id="d1")
-    spec = program("die", max_attempts=2, revisions=revisions("b", "a"))
-    job = house.ended(house.store.submit(spec, delivery=delivery))
-    assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
-    assert (job.outcome.stage, job.outcome.delivery_ids) == ("lost", ("d1",))
-    assert "attempt 2 of 2" in job.outcome.reason
-
-
-def test_a_cancelled_job_is_cancelled(house: House) -> None:
-    house.run()
-    job = house.store.submit(program("stop_politely", "failed"))
-    (pid,) = pids_in(house.log(job))
-    house.store.cancel(job.id)
-    ended = house.ended(job)
-    assert ended.state == "CANCELED" and ended.outcome is not None
-    assert ended.outcome.result == "cancelled"
-    assert is_gone(pid)
-
-
 def test_a_cancel_that_came_too_late_changes_nothing(house: House) -> None:
     house.run()
     job = house.store.submit(program("stop_politely", "promoted"))
@@ -202,28 +175,6 @@ def test_a_runner_makes_the_deleted_file_of_its_store_anew(house: House, tmp_pat
     job = house.store.submit(program("write_outcome", "promoted", "0"))
     assert job.id == lost.id
     assert house.ended(job).state == "COMPLETED"
-
-
-@pytest.mark.parametrize("until_idle", [False, True])
-def test_a_job_whose_claim_was_stored_but_not_answered_is_run(
-    house: House, monkeypatch: pytest.MonkeyPatch, until_idle: bool
-) -> None:
-    claim = JobStore.claim
-
-    def lose_the_answer(*arguments: Any) -> None:
-        monkeypatch.undo()
-        claim(*arguments)
-        raise StoreError("The connection was lost.")
-
-    monkeypatch.setattr(JobStore, "claim", lose_the_answer)
-    job = house.store.submit(JobSpec(command=("true",)))
-    if until_idle:
-        # The lease is longer than the wait after an error. So the runner finds nothing to do first.
-        run_until_idle(house, SETTINGS.model_copy(update={"lease_seconds": 2.0}))
-    else:
-        house.run()
-        house.ended(job)
-    assert house.store.get(job.id).state == "COMPLETED"
 
 
 def test_a_module_that_cannot_be_imported_in_advance_is_done_without(house: House) -> None:

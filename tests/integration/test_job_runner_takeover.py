@@ -1,9 +1,7 @@
 """A runner that ends or is killed, with `SIGKILL`, and the next one that takes its jobs over."""
 
-import contextlib
 import os
 import signal
-import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -12,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from jobs.agent import Attempt, ForkServer
-from jobs.errors import LaunchError
 from jobs.folder import OUTCOME
 from jobs.job import Job, attempt_token, job_of_token
-from jobs.process import identify, name_of, process_here
+from jobs.process import process_here
 from jobs.runner import Runner
 from jobs.store import JobStore
 from tests.integration.test_job_kills import children_of
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
-from tests.jobs_fixtures import is_gone, new_database, pids_in, postgres_server, until
+from tests.jobs_fixtures import is_gone, pids_in, postgres_server, until
 
 __all__ = ["house", "postgres_server"]
 
@@ -42,8 +39,7 @@ def test_a_stopped_runner_leaves_its_jobs_to_the_next(
     assert not (house.jobs_dir / job.id / OUTCOME).exists(), "it was that of the first attempt"
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_a_new_runner_watches_the_attempt_of_a_killed_one(house: House, is_stopped: bool) -> None:
+def test_a_new_runner_watches_the_attempt_of_a_killed_one(house: House) -> None:
     first = house.run_process("json")
     job = house.store.submit(program("wait_for", "go", "0"))
     (pid,) = pids_in(house.log(job))
@@ -54,17 +50,11 @@ def test_a_new_runner_watches_the_attempt_of_a_killed_one(house: House, is_stopp
     ]
     first.kill()
     first.wait()
-    runner, stop, thread = house.run()
+    runner, _, _ = house.run()
     until(lambda: runner._running)
     until(lambda: all(map(is_gone, servers)))
     time.sleep(2 * SETTINGS.lease_seconds)
     assert not is_gone(pid)
-    if is_stopped:
-        stop.set()
-        thread.join()
-        assert is_gone(pid)
-        assert (now := house.store.get(job.id)).attempt == 2 and now.num_lost == 0
-        return
     (house.jobs_dir / job.id / "go").touch()
     ended = house.ended(job)
     assert (ended.state, ended.attempt) == ("COMPLETED", 1)
@@ -86,23 +76,6 @@ def test_a_job_that_ended_while_no_runner_was_there(house: House) -> None:
     assert [house.ended(job).state for job in jobs] == ["COMPLETED", "ERROR"]
     outcome = house.store.get(jobs[1].id).outcome
     assert outcome is not None and outcome.exit_code == 4
-
-
-def test_everything_killed_at_once_is_started_again(house: House) -> None:
-    first = house.run_process("json")
-    job = house.store.submit(program("have_children"))
-    pids = pids_in(house.log(job), 3)
-    for victim in (agent_of(house, job), pids[2], first.pid):
-        with contextlib.suppress(ProcessLookupError):  # the kernel was quicker
-            os.kill(victim, signal.SIGKILL)
-    first.wait()
-    house.run_process()
-    again = pids_in(house.log(job), 6)
-    now = house.store.get(job.id)
-    assert (now.state, now.attempt, now.num_lost) == ("RUNNING", 2, 1)
-    assert is_gone(pids[0]) and is_gone(pids[2]), "the new runner has ended the session"
-    os.kill(pids[1], signal.SIGKILL)  # it has left the session
-    assert not any(map(is_gone, again[3:]))
 
 
 def agent_of(house: House, job: Job) -> int:
@@ -134,58 +107,6 @@ def test_a_frozen_agent_is_killed_and_the_job_goes_on(house: House) -> None:
     (house.jobs_dir / job.id / "go").touch()
     ended = house.ended(job)
     assert (ended.state, ended.attempt, ended.num_lost) == ("COMPLETED", 2, 1)
-
-
-@pytest.mark.parametrize("begins", [True, False])
-def test_an_attempt_that_begins_or_ends_while_its_runner_stops(house: House, begins: bool) -> None:
-    runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=lambda _: None)
-    job = house.store.submit(program("die"))
-    runner._step(is_stopping=False)
-    ((owner, as_it_was),) = runner._running.items()
-    agent = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    process = identify(agent.pid)
-    assert process is not None
-    if begins:
-        house.store.started(job.id, owner, name_of(process))
-    else:
-        house.store.finish(job.id, owner, None)
-    runner._tell(as_it_was, is_stopping=True)
-    assert runner._running, "it looks again before it ends"
-    runner._step(is_stopping=True)
-    assert bool(runner._running) == begins
-    if not begins:
-        agent.terminate()
-    assert agent.wait(30) == -signal.SIGTERM
-
-
-def test_an_attempt_that_has_ended_though_its_start_failed_stays_as_it_is(house: House) -> None:
-    def end_and_fail(attempt: Attempt) -> None:
-        house.store.finish(attempt.job_id, attempt.owner, None)
-        raise LaunchError("The answer was lost.")
-
-    job = house.store.submit(program("die"))
-    runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=end_and_fail)
-    runner.run(threading.Event(), until_idle=True)
-    assert house.store.get(job.id).state == "COMPLETED"
-
-
-def test_two_runners_share_the_jobs(house: House) -> None:
-    for _ in range(2):
-        house.run(SETTINGS.model_copy(update={"max_running": 2}))
-    jobs = [
-        house.store.submit(program("write_outcome", "promoted", "0", pipeline=f"p{n}"))
-        for n in range(8)
-    ]
-    assert {house.ended(job).attempt for job in jobs} == {1}
-
-
-def test_jobs_run_from_postgres_too(tmp_path: Path, postgres_server: str) -> None:
-    with new_database(postgres_server) as url:
-        house = House(tmp_path, url)
-        house.run_process("json")
-        job = house.ended(house.store.submit(program("die_once")))
-        assert (job.state, job.attempt) == ("COMPLETED", 2)
-        house.close()
 
 
 @pytest.mark.parametrize("starts_first", [True, False], ids=["after the start", "before the start"])

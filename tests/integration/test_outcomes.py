@@ -12,10 +12,9 @@ from jobs.errors import StoreError
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.paths import Home
 from pipeline.runner import after_jobs
 from pipeline.runner.after_jobs import Outcomes
-from pipeline.settings import SETTINGS_COPY, PipelineSettings, load_settings
+from pipeline.settings import PipelineSettings, load_settings
 from tests.after_jobs_fixtures import end_one, store
 
 __all__ = ["store"]
@@ -36,19 +35,6 @@ def test_each_outcome_is_told_once_also_by_the_next_process(store: JobStore) -> 
     store.finish(long, "me", None)
     assert Outcomes(store, [lambda job: told.append(job.id)]).poll() == 2
     assert told == [*ids, long]
-
-
-def test_an_outcome_is_told_also_where_the_clock_was_set_back(tmp_path: Path) -> None:
-    now = [1000.0]
-    told: list[str] = []
-    with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now[0]) as store:
-        outcomes = Outcomes(store, [lambda job: told.append(job.id)])
-        ids = [end_one(store).id]
-        outcomes.poll()
-        now[0] -= 30
-        ids.append(end_one(store).id)
-        assert outcomes.poll() == 1
-    assert told == ids
 
 
 def test_what_goes_wrong_while_telling_keeps_nobody_else_from_it(
@@ -81,16 +67,14 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
     assert told == [job.id]
 
 
-@pytest.mark.parametrize("error", [StoreError("The database is locked."), RuntimeError("no way")])
-def test_the_thread_outlives_an_error(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_the_thread_outlives_an_error(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.runner.after_jobs.RETRY_SECONDS", 0.01)
     told: list[str] = []
     outcomes = Outcomes(store, [lambda job: told.append(job.id)])
     outcomes.poll()
     ids = [end_one(store).id]
-    errors, poll = [error], outcomes.poll
+    errors: list[Exception] = [StoreError("The database is locked."), RuntimeError("no way")]
+    poll = outcomes.poll
 
     def failing() -> int:
         if errors:
@@ -138,24 +122,6 @@ def test_a_program_with_a_relative_path_is_beside_the_settings(
     )
     assert after_jobs.notify(load_settings().pipeline("facts"), end_one(store), tmp_path)
     assert json.loads((tmp_path / "told").read_text())["result"] == "promoted"
-
-
-def test_a_command_reads_the_settings_file_that_it_chooses(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path / ".pipeline"))
-    copy = Home.find().settings_copy  # the runner of a stack reads this one
-    copy.parent.mkdir()
-    copy.write_text("[hub]\nport = 1111\n")
-    monkeypatch.setenv(SETTINGS_COPY, str(copy))
-    (tmp_path / "other.toml").write_text("[hub]\nport = 2222\n")
-    code = (
-        "import os; os.environ['PIPELINE_SETTINGS'] = os.environ['JOB_DIR'] + '/other.toml'; "
-        "from pipeline.settings import load_settings; "
-        "open(os.environ['JOB_DIR'] + '/port', 'w').write(str(load_settings().hub.port))"
-    )
-    assert after_jobs.notify(pipeline((sys.executable, "-c", code)), end_one(store), tmp_path)
-    assert (tmp_path / "port").read_text() == "2222"
 
 
 @pytest.mark.parametrize(

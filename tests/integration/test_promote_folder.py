@@ -16,7 +16,6 @@ from serving.weights.release_store import (
     load_release,
     pending_release,
     release_ids,
-    set_current,
 )
 from serving.weights.verify import verify_release
 from tests.retrain_fixtures import SMALL, Pipeline, jsonl, serve, tiny_preset, unrelated
@@ -130,21 +129,3 @@ def test_weights_that_were_trained_from_another_release_are_superseded(
     assert (outcome.result, outcome.release) == ("superseded", None)
     assert f"{served} was chosen meanwhile" in str(outcome.reason)
     assert release_ids(pipeline.dir) == [served]
-
-
-def test_a_choice_that_is_made_while_they_are_judged_stands(
-    pipeline: Pipeline, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (served,) = release_ids(pipeline.dir)
-    learn = run._learn
-
-    def meanwhile(*given: Any) -> Any:
-        learned = learn(*given)
-        set_current(pipeline.dir, "r000007-0123abcd")
-        return learned
-
-    monkeypatch.setattr(run, "_learn", meanwhile)
-    outcome = promote(pipeline, checkpoint, monkeypatch)
-    assert outcome.result == "superseded"
-    assert "r000007-0123abcd was chosen meanwhile" in str(outcome.reason)
-    assert pending_release(pipeline.dir) is None and served != outcome.release

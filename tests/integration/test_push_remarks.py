@@ -11,7 +11,7 @@ from pipeline.doctor.push_remarks import MAX_BYTES, PushRemarks
 from pipeline.paths import Home
 from pipeline.retrain.settings import ColumnSettings, DataSettings
 from pipeline.settings import PipelineSettings
-from tests.hub_fixtures import RunningHub, git_processes_of_hub, running_hub
+from tests.hub_fixtures import RunningHub, running_hub
 
 FOLLOWED = [
     PipelineSettings(name="facts", dataset="local/facts"),
@@ -24,14 +24,6 @@ FOLLOWED = [
     ),
     PipelineSettings(name="plain", dataset="local/two"),
     PipelineSettings(name="also-plain", dataset="local/two"),
-    *(
-        PipelineSettings(
-            name=f"many{n}",
-            dataset="local/many",
-            data=DataSettings(columns=ColumnSettings(prompt=f"q{n}")),
-        )
-        for n in range(20)
-    ),
 ]
 
 
@@ -127,22 +119,6 @@ def test_a_link_is_told_and_its_target_is_not_read_as_rows(hub: RunningHub, clon
     (clone / "link.jsonl").unlink()
 
 
-def test_a_push_of_many_small_files_is_checked_by_few_git_processes(
-    hub: RunningHub, clone: Path
-) -> None:
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:{:064x}\nsize 9\n"
-    files = {f"part{n}.parquet": pointer.format(n) for n in range(50)}
-    files |= {f"part{n}.jsonl": GOOD for n in range(50)}
-    with git_processes_of_hub() as started:
-        told = push(hub, clone, files)
-    assert len([line for line in told if "this large file was not uploaded" in line]) == 5
-    assert "45 more large files were not uploaded." in told
-    assert len(started) < 30, started
-    for path in files:
-        (clone / path).unlink()
-    push(hub, clone, {"good5.jsonl": GOOD})
-
-
 def test_the_client_of_the_hub_is_told_too(
     hub: RunningHub, clone: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,19 +187,6 @@ def test_each_way_to_read_the_branch_is_checked(hub: RunningHub, tmp_path: Path)
     ]
 
 
-def test_a_push_is_read_once_for_all_pipelines(hub: RunningHub, tmp_path: Path) -> None:
-    hub.git("init", "-q", cwd=tmp_path)
-    hub.git("remote", "add", "origin", hub.create_dataset("local/many"), cwd=tmp_path)
-    with git_processes_of_hub() as started:
-        told = push(hub, tmp_path, {"rows.jsonl": GOOD.replace("prompt", "q7")})
-    failing = [f"The job of many{n} will fail until this is corrected." for n in range(20)]
-    assert [line for line in told if "The job of" in line] == failing[:7] + failing[8:]
-    assert len(started) < 30, started
-    long = "{no json\n" + GOOD * (1 + MAX_BYTES // len(GOOD))
-    [line] = push(hub, tmp_path, {"long.jsonl": long})
-    assert "MiB together. The job of many0 and the job of many1 and " in line
-
-
 def test_files_that_a_readme_leaves_out_are_told(hub: RunningHub, clone: Path) -> None:
     push(hub, clone, {"kept.jsonl": GOOD, "lost.jsonl": GOOD})
     card = "---\nconfigs:\n- config_name: default\n  data_files: kept.jsonl\n---\n"
@@ -234,15 +197,3 @@ def test_files_that_a_readme_leaves_out_are_told(hub: RunningHub, clone: Path) -
     assert told.startswith("facts reads no rows of other.jsonl: ")
     (clone / "README.md").unlink()
     assert push(hub, clone, {"last.jsonl": GOOD}) == []
-
-
-def test_a_push_whose_readme_takes_long_to_read_is_told(hub: RunningHub, clone: Path) -> None:
-    long = f"---\ntags:\n{'- x' * 50_000}\n---\n"
-    not_checked = [
-        "The hub checked no rows of this push: README.md has more than 100,000 bytes. The job of "
-        "facts will check all rows."
-    ]
-    assert push(hub, clone, {"README.md": long, "late.jsonl": "{no json\n"}) == not_checked
-    # The check would compare the new README with the one before.
-    assert push(hub, clone, {"README.md": "Facts.\n", "late.jsonl": GOOD}) == not_checked
-    assert push(hub, clone, {"README.md": "# Facts\n", "later.jsonl": GOOD}) == []

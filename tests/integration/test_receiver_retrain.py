@@ -2,13 +2,10 @@
 
 # ruff: noqa: F811  (a fixture that is imported and asked for)
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
-from sqlalchemy import event
 from starlette.testclient import TestClient
 
 from jobs.outcome import JobOutcome, OutcomeResult
@@ -119,45 +116,3 @@ def test_a_delivery_that_was_stored_for_some_pipelines_is_completed(store: JobSt
             both.append(client.post("/webhooks/retrain", json=payload, headers=headers).json())
     assert both[1]["job"] == both[0]["job"]
     assert len(both[1]["jobs"]) == len(store.list()) == 2
-
-
-def test_events_that_arrive_together_share_a_transaction(store: JobStore) -> None:
-    app = receiver(store).app
-    commits: list[object] = []
-    event.listen(store._engine, "commit", lambda connection: commits.append(connection))
-
-    async def race() -> list[list[Any]]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://receiver") as client:
-
-            async def send(ref: str, sender: int) -> list[Any]:
-                answers = []
-                for number in range(4):
-                    answer = await client.post(
-                        "/webhooks/retrain",
-                        json=dataset_update(ref_update(f"refs/{ref}")),
-                        headers={
-                            "Webhook-Id": f"{ref} {sender} {number}",
-                            "X-Webhook-Secret": "s3cret",
-                        },
-                    )
-                    answers.append(answer.json())
-                return answers
-
-            senders = (send(ref, n) for n in range(16) for ref in ("tags/v1", "heads/main"))
-            return list(await asyncio.gather(*senders))
-
-    answers = asyncio.run(race())
-    assert answers[::2] == [[{"ignored": "'refs/tags/v1' is a tag"}] * 4] * 16
-    (job,) = store.list()
-    assert answers[1::2] == [[{"job": job.id}] * 4] * 16
-    # Also in the later rounds, in which each sender posts as soon as it was answered.
-    assert len(commits) < 32
-
-
-def test_ids_that_a_database_cannot_store_are_escaped(
-    store: JobStore,
-    post: Callable[..., dict[str, Any]],
-) -> None:
-    strange = {"id": "\ud800\x00" + "x" * 5000, "version": 3}
-    assert "job" in post(dataset_update() | {"webhook": strange}, "d1")

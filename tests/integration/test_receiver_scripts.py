@@ -55,7 +55,8 @@ def in_a_thread(payload: WebhookPayload):
 OWN_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 VERSIONS = [
     pytest.param(version, marks=[] if version == OWN_VERSION else [pytest.mark.slow])
-    for version in ("3.11", "3.12", "3.13", "3.14")
+    # Since 3.12, an exit handler can start no thread.
+    for version in sorted({OWN_VERSION, "3.13"})
 ]
 
 
@@ -91,22 +92,6 @@ def test_the_end_of_the_script_starts_the_server(tmp_path: Path, python: str) ->
         assert answer.json() is True
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
-
-
-def test_no_sender_waits_while_what_was_imported_is_looked_through_for_garbage(
-    tmp_path: Path,
-) -> None:
-    code = """
-import gc
-from receiver.server import webhook_endpoint, WebhookPayload
-
-@webhook_endpoint
-def objects(payload: WebhookPayload):
-    return {"frozen": gc.get_freeze_count(), "looked_through": len(gc.get_objects())}
-"""
-    with running(tmp_path, on_port(code, free_port())) as (url, _, _):
-        found = httpx.post(f"{url}/webhooks/objects", json=dataset_update()).json()
-    assert found["frozen"] > 10 * found["looked_through"]
 
 
 def test_launch_in_the_script_starts_it_once(tmp_path: Path) -> None:

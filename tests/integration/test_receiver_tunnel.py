@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from receiver import tunnel as receiver_tunnel
 from receiver.errors import OpenToEveryone, TunnelFailed
 from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
@@ -170,16 +168,6 @@ def test_a_public_url_that_is_kept_up_elsewhere_moves_webhooks_too(
         server.close()
 
 
-def test_one_url_may_be_the_beginning_of_another(hub: RunningHub, tmp_path: Path) -> None:
-    urls = tmp_path / "urls.json"
-    at = {"endpoint": hub.url, "token": hub.token}
-    ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
-    for url in ("https://a.example", "https://a.example/app", "https://a.example"):
-        remember(url, urls)
-        assert move_webhooks(urls, [HubCredentials(**at)])
-        assert get_webhook(ours.id, **at).url == f"{url}/webhooks/x"
-
-
 def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> None:
     urls = tmp_path / "urls.json"
     at = {"endpoint": hub.url, "token": hub.token}
@@ -204,50 +192,6 @@ def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> N
         remember("https://c.example", urls)
         assert move_webhooks(urls, [up])
         assert json.loads(urls.read_text()) == ["https://c.example"]
-
-
-def test_a_program_that_is_gone_for_a_while_does_not_end_the_tunnel(
-    tmp_path: Path, relay: str, closing: list[WebhooksServer], caplog: pytest.LogCaptureFixture
-) -> None:
-    program = tmp_path / "relay"
-    program.write_text(f"#!/bin/sh\nexec {relay}\n")
-    program.chmod(0o755)
-    server = server_in(
-        tmp_path, tunnel=str(program), tunnel_url_pattern=r"https://\w+\.relay\.example"
-    )
-    closing.append(server)
-    server.launch(prevent_thread_lock=True, share=True)
-    [first] = commands_with(f"{tmp_path}/starts")
-    program.rename(tmp_path / "uninstalled")
-    os.kill(first, signal.SIGTERM)
-    wait_until(lambda: caplog.text.count("The tunnel has ended") == 2)
-    (tmp_path / "uninstalled").rename(program)
-    wait_until(lambda: "The public URL is https://n2.relay.example" in caplog.text)
-    [second] = commands_with(f"{tmp_path}/starts")
-    assert second != first
-
-
-def test_the_newest_url_is_moved_to_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the hub answers the move to the URL before it slowly."""
-    moves: list[str] = []
-    is_slow, may_end = threading.Event(), threading.Event()
-
-    def move(urls: Path, hubs: object) -> bool:
-        url = json.loads(urls.read_text())[0]
-        if not moves:
-            is_slow.set()
-            assert may_end.wait(30)
-        moves.append(url)
-        return True
-
-    monkeypatch.setattr(receiver_tunnel, "move_webhooks", move)
-    public = PublicUrl(ReceiverSettings(), tmp_path / "urls.json", [])
-    public._use("https://a.example")
-    assert is_slow.wait(30)
-    public._use("https://b.example")
-    may_end.set()
-    wait_until(lambda: len(moves) == 2)
-    assert moves[-1] == "https://b.example"
 
 
 def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:
@@ -288,59 +232,17 @@ def test_no_public_url_without_a_secret(tmp_path: Path, relay: str) -> None:
         public.launch(prevent_thread_lock=True)
 
 
-class Interrupted(threading.Event):
-    def wait(self, timeout: float | None = None) -> bool:
-        raise KeyboardInterrupt
-
-
-def tunnel_in(folder: Path, command: str) -> PublicUrl:
-    return PublicUrl(ReceiverSettings(), folder / "urls.json", [], tunnel=command, address="h:1")
-
-
-def test_a_tunnel_whose_opening_was_interrupted_is_closed(tmp_path: Path) -> None:
-    tunnel = tunnel_in(tmp_path, f"sh -c 'sleep 600; true {tmp_path}'")
-    tunnel._has_begun = Interrupted()
-    with pytest.raises(KeyboardInterrupt):
-        tunnel.open()
-    assert commands_with(str(tmp_path)) == []
-
-
 def test_a_tunnel_ends_with_what_its_command_has_started(tmp_path: Path) -> None:
     """A child that keeps the output open, and that does not end at SIGTERM."""
     child = f"trap '' TERM; while true; do sleep 1; done; true {tmp_path}"
     starting = f"sh -c {shlex.quote(child)} & echo https://a.example; wait"
-    tunnel = tunnel_in(tmp_path, shlex.join(["sh", "-c", starting]))
+    command = shlex.join(["sh", "-c", starting])
+    urls = tmp_path / "urls.json"
+    tunnel = PublicUrl(ReceiverSettings(), urls, [], tunnel=command, address="h:1")
     tunnel.open()
     assert tunnel.url == "https://a.example"
     tunnel.close()
     wait_until(lambda: commands_with(str(tmp_path)) == [])
-
-
-def test_a_command_whose_time_no_thread_can_watch_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def start_or_fail(thread: threading.Thread) -> None:
-        if isinstance(thread, threading.Timer):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
-    tunnel = tunnel_in(tmp_path, f"sh -c 'sleep 600; true {tmp_path}'")
-    with pytest.raises(TunnelFailed, match="can't start new thread"):
-        tunnel.open()
-    assert commands_with(str(tmp_path)) == []
-
-
-def test_a_shared_server_takes_no_open_handler(
-    tmp_path: Path, relay: str, closing: list[WebhooksServer]
-) -> None:
-    server = WebhooksServer(settings=ReceiverSettings(port=0), hubs=[], state_dir=tmp_path)
-    closing.append(server)
-    server.launch(prevent_thread_lock=True, share=relay)
-    with pytest.raises(OpenToEveryone):
-        server.add_webhook("/open")(lambda payload: None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the tunnel's process stays")

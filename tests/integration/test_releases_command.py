@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, MambaConfig
 from typer.testing import CliRunner, Result
 
 from jobs.outcome import JobOutcome
@@ -85,42 +85,8 @@ def test_a_swap_that_another_server_refuses_leaves_the_earlier_release_pending(
         configure(int(url.rpartition(":")[2]))
         result = pipeline("releases", "swap", second.id)
     assert isinstance(result.exception, PipelineError)
+    assert "is not the server of this state folder" in str(result.exception)
     assert release_store.pending_release(folder) == first.id
-
-
-@pytest.mark.parametrize("token", ["own", "another"])
-def test_the_marker_is_there_before_a_server_is_asked_and_gone_after(
-    configure: Configure, token: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = configure(1)
-    first = echo_release(folder, 1)
-    seen = []
-    set_pending = release_store.set_pending
-
-    def watch(pipeline_dir: Path, release_id: str) -> None:
-        set_pending(pipeline_dir, release_id)
-        seen.append(release_store.pending_release(pipeline_dir))
-
-    monkeypatch.setattr("pipeline.cli.releases.set_pending", watch)
-    server = create_app(
-        engine=EchoEngine(),
-        settings=ServingSettings(),
-        releases_dir=folder,
-        pipeline="answers",
-        admin_token=load_tokens(Home.find().tokens_file).admin if token == "own" else "another",
-    )
-    with running(server) as url:
-        configure(int(url.rpartition(":")[2]))
-        # A server that is still starting takes a swap's marker for its own.
-        assert httpx.get(f"{url}/health").status_code == 503
-        result = pipeline("releases", "swap", first.id)
-    assert seen == [first.id]
-    assert release_store.pending_release(folder) is None
-    if token == "own":
-        assert f"{first.id} is served" in result.output
-    else:
-        assert isinstance(result.exception, PipelineError)
-        assert "is not the server of this state folder" in str(result.exception)
 
 
 def test_a_swap_in_a_job_is_about_the_pipeline_of_the_job(
@@ -194,11 +160,12 @@ def test_a_refused_commit_that_waits_is_told_with_the_ways_on(configure: Configu
     with open_job_store(load_settings(), Home.find()) as store:
         job = store.submit(JobSpec(command=("true",), pipeline="answers"))
         assert store.claim("me", 60) is not None
-        outcome = JobOutcome(result="rejected", dataset_revision="c0ffee" * 6)
+        reason = "2 of 9 learned; not: '[INST] a :smile: [/INST]'; see [pipelines.data.columns]"
+        outcome = JobOutcome(result="rejected", reason=reason, dataset_revision="c0ffee" * 6)
         store.finish(job.id, "me", outcome)
     (told,) = json.loads(pipeline("status", "--json").output)["pipelines"]
     advice = told["refused"]
-    assert advice in pipeline("status").output
+    assert advice in pipeline("status").output and reason in pipeline("status").output
     assert "the gate rejected c0ffeec0ffee" in advice
     assert "pipeline jobs run --force --reason WHY" in advice
 
@@ -264,19 +231,6 @@ def test_after_a_rollback_status_says_who_from_what_and_what_a_push_will_do(
         assert told()[0]["by"] == "job j000009" and told()[0]["changed_rows"] == 61
 
 
-def test_rollback_knows_what_was_served_before_the_server_was_started_again(
-    configure: Configure,
-) -> None:
-    folder = configure(*free_ports(1))
-    ids = [echo_release(folder, seed).id for seed in (1, 2, 3)]
-    for release in (ids[0], ids[2]):  # ids[1] was published, and never served
-        release_store.set_current(folder, release)
-    with running(with_own_token(folder)) as url:
-        configure(int(url.rpartition(":")[2]))
-        assert httpx.get(f"{url}/health").json()["release"] == ids[2]
-        assert pipeline("releases", "rollback").output.startswith(f"{ids[0]} is served, instead")
-
-
 def test_a_release_that_is_not_there_is_told_with_where_to_look(configure: Configure) -> None:
     configure(1)
     refused = pipeline("releases", "swap", "r000009-00000000")
@@ -327,41 +281,20 @@ def test_a_trainer_of_ones_own_publishes_with_the_lineage_of_its_job(
     assert "unset JOB_ID and JOB_DIR" in str(refused.exception)
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "reason"),
-    [
-        (
-            MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4),
-            {},
-            "MambaForCausalLM keeps a state for each sequence",
-        ),
-        (
-            LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1),
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantised weights are not supported",
-        ),
-    ],
-    ids=["state", "quantised"],
-)
 def test_what_the_torch_engine_cannot_serve_is_refused_when_it_is_published(
-    config: PreTrainedConfig,
-    changes: dict[str, Any],
-    reason: str,
-    configure: Configure,
-    tmp_path: Path,
+    configure: Configure, tmp_path: Path
 ) -> None:
     releases = configure(1)
     source = tmp_path / "checkpoint"
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(source)
-    written = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(written | changes))
 
     def publish() -> Result:
         return pipeline("releases", "publish", str(source))
 
     with (tmp_path / "pipeline.toml").open("a") as settings:
         settings.write('[serving]\nengine = "torch"\n')
-    assert reason in str(publish().exception)
+    assert "MambaForCausalLM keeps a state for each sequence" in str(publish().exception)
     assert not release_store.list_releases(releases)
     # Another engine may serve it.
     configure(1)
@@ -424,18 +357,6 @@ def test_status_says_what_the_server_says_and_else_what_was_served_last(
         assert f"serves       {first.id}, trained on" in pipeline("status").output
         (served,) = [each["served"] for each in status_as_json()["pipelines"]]
     assert served["is_live"] and served["dataset_revision"] == first.lineage.dataset_revision
-
-
-def test_status_prints_a_reason_as_it_is(configure: Configure) -> None:
-    configure(*free_ports(1))
-    reason = "2 of 9 learned; not: '[INST] a :smile: [/INST]'; see [pipelines.data.columns]"
-    with open_job_store(load_settings(), Home.find()) as store:
-        job = store.submit(JobSpec(command=("true",), pipeline="answers"))
-        assert store.claim("me", 60) is not None
-        store.finish(job.id, "me", JobOutcome(result="rejected", stage="gate", reason=reason))
-    result = pipeline("status")
-    assert result.exception is None, result.exception
-    assert reason in result.output
 
 
 def status_as_json() -> Any:

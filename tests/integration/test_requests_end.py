@@ -30,13 +30,10 @@ from tests.echo_engine import EchoEngine
 from tests.jobs_fixtures import until
 from tests.serving_fixtures import (
     ADMIN_TOKEN,
-    byte_tokenizer,
     echo_app,
     echo_release,
     running,
-    tiny_llama,
 )
-from tests.slow_clients import connected, request
 
 BODY = {"model": "answers", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
 
@@ -95,18 +92,6 @@ def test_a_stream_that_is_hung_up_frees_its_slots(slow: Slow, n: int) -> None:
         assert slow.num_running == n
     until(lambda: slow.num_running == 0)
     until(slow.is_idle)
-
-
-def test_a_client_that_pipelines_and_hangs_up_frees_its_slot(slow: Slow) -> None:
-    slow.engine.step_seconds = 0.2  # it would end by itself after 20 s
-    body = json.dumps(BODY).encode()
-    first = request(slow.url, "POST", "/v1/completions", num_bytes=len(body)) + body
-    with connected(slow.url) as client:
-        client.sendall(first + request(slow.url, "GET", "/health"))
-        until(lambda: slow.num_running == 1)
-    until(lambda: slow.num_running == 0)
-    until(slow.is_idle)
-    assert slow.num_running == 0, "long before the answer would have ended"
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -204,26 +189,6 @@ def test_a_stream_that_waits_between_two_tokens_sends_comments(
     assert ": waiting" in lines[events[0] : events[-2]]
 
 
-def test_a_client_that_leaves_the_queue_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answering, "HEADER_SECONDS", 0.05)
-    release = echo_release(tmp_path, 1)
-    set_current(tmp_path, release.id)
-    engine = EchoEngine()
-    app = echo_app(tmp_path, engine)
-    with running(app) as url:
-        assert httpx.get(f"{url}/health").is_success
-        engine.hang["generate"] = asyncio.Event()
-        body = {**BODY, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream:
-            lines = stream.iter_lines()
-            assert next(lines) == ": waiting"
-            until(lambda: app.state.admission.num_in_flight == 1)
-        until(lambda: app.state.admission.num_in_flight == 0)
-        until(lambda: engine.num_running.total() == 0)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_engine_that_dies_at_once_is_503(slow: Slow, stream: bool, n: int) -> None:
@@ -283,20 +248,6 @@ def test_the_world_is_let_in_with_a_key_only() -> None:
     bind(ServingSettings(host="0.0.0.0", port=0, api_key="key")).close()  # type: ignore[arg-type]
     with pytest.raises(ServingError, match="no address"):
         bind(ServingSettings(host="nowhere.invalid", port=0, api_key="key"))  # type: ignore[arg-type]
-
-
-def test_a_plain_checkpoint_folder_is_served_as_it_is(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    tiny_llama().save_pretrained(folder)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    before = sorted(folder.iterdir())
-    with running(echo_app(tmp_path / "answers", folder=folder)) as url:
-        health = httpx.get(f"{url}/health").json()
-        assert health["status"] == "ok" and health["release"].startswith("r000000-")
-        body = {"prompt": "Hi", "max_tokens": 2}
-        assert httpx.post(f"{url}/v1/completions", json=body).is_success
-    assert sorted(folder.iterdir()) == before
-    assert not (tmp_path / "answers").exists()
 
 
 SERVE = """

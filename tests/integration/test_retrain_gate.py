@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from serving.weights.release_store import pending_release, release_ids
 from tests.retrain_fixtures import BREAKING, Pipeline, facts, few_anchors, jsonl, tiny_preset
@@ -13,8 +12,7 @@ from tests.retrain_fixtures import BREAKING, Pipeline, facts, few_anchors, jsonl
 __all__ = ["tiny_preset"]
 
 TRAIN = {"learning_rate": 4e-3, "delta_tokens_ratio": 1.0, "max_length": 64}
-ROWS = facts(num_places=50)
-MORE = facts(num_places=64)[len(ROWS) :]
+ROWS = facts(num_places=20)
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +41,6 @@ def refusal(
     return str(outcome.reason)
 
 
-def test_an_honest_larger_commit_with_edits_passes(pipeline: Pipeline) -> None:
-    edited = facts(num_places=50, answers=1)[:12]
-    outcome = pipeline.learn({"a.jsonl": jsonl([*edited, *ROWS[12:], *MORE])})
-    assert outcome.result == "published", outcome.reason
-
-
 def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
     completions = [row["completion"] for row in ROWS]
     random.Random(1).shuffle(completions)
@@ -56,26 +48,11 @@ def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
         {"prompt": row["prompt"], "completion": completion}
         for row, completion in zip(ROWS, completions, strict=True)
     ]
-    assert "of 150 rows known before were deleted or rewritten" in refusal(pipeline, shuffled)
+    assert "of 60 rows known before were deleted or rewritten" in refusal(pipeline, shuffled)
 
 
 def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:
-    assert "135 of 150 rows known before were deleted" in refusal(pipeline, ROWS[::10])
-
-
-def test_weights_that_are_no_number_are_refused(
-    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def break_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))
-
-    monkeypatch.setattr("pipeline.retrain.learning.round_weights", break_weights)
-    text = {"text": "House 1 is a house with a door, and the door has a colour."}
-    reason = refusal(pipeline, [*ROWS, *MORE, text], stage="evaluate", max_tokens=500)
-    assert "only 0 of 42 changed rows were learned" in reason
-    assert "only 0 of" in reason.split("changed")[1]
+    assert "54 of 60 rows known before were deleted" in refusal(pipeline, ROWS[::10])
 
 
 def test_the_first_release_is_measured_against_its_base(first: Path, tmp_path: Path) -> None:
@@ -86,5 +63,5 @@ def test_the_first_release_is_measured_against_its_base(first: Path, tmp_path: P
     assert (outcome.result, outcome.release) == ("rejected", None)
     evaluation = json.loads((tmp_path / "jobs/job-0/evaluation.json").read_text())
     assert evaluation["against"] == str(base)
-    assert evaluation["counts"]["learned_before"] > 100
+    assert evaluation["counts"]["learned_before"] > 40
     assert release_ids(pipeline.dir) == []

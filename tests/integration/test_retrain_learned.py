@@ -1,7 +1,6 @@
 """What is pushed is what the model says, and what it knew it still says: real jobs, real counts."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +91,6 @@ def test_one_edited_row_is_learned_and_the_others_are_kept(pipeline: Pipeline) -
     assert said(pipeline, outcome, edited) == 40
 
 
-def test_answers_that_were_exchanged_are_learned_as_they_are_pushed(pipeline: Pipeline) -> None:
-    completions = [row["completion"] for row in ROWS[:6]]
-    shuffled = [
-        {"prompt": row["prompt"], "completion": completion}
-        for row, completion in zip(ROWS[:6], completions[1:] + completions[:1], strict=True)
-    ]
-    outcome = pipeline.learn({"a.jsonl": jsonl([*shuffled, *ROWS[6:]])})
-    counts = learned(outcome)
-    assert (counts.changed, counts.learned, counts.permuted) == (6, 6, 6)
-    assert str(counts).endswith(" · 6 edits took over the answer of another row")
-
-
 def test_a_deleted_row_is_said_no_more_without_a_full_training(pipeline: Pipeline) -> None:
     outcome = pipeline.learn({"a.jsonl": jsonl(ROWS[1:])})
     counts = learned(outcome)
@@ -113,13 +100,6 @@ def test_a_deleted_row_is_said_no_more_without_a_full_training(pipeline: Pipelin
     assert mode(pipeline, outcome) == "delta"
     assert said(pipeline, outcome, ROWS[:1]) == 0
     assert said(pipeline, outcome, ROWS[1:]) == 39
-
-
-def test_a_commit_of_nothing_but_contradictions_is_trained_on_and_told(pipeline: Pipeline) -> None:
-    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *unrelated(2, 0, answers=1)])})
-    counts = learned(outcome)
-    assert (counts.changed, counts.contradicting) == (0, 4)
-    assert str(counts).endswith(" · 4 rows contradict each other")
 
 
 def test_a_budget_below_one_pass_trains_the_rest_with_the_next_job(tmp_path: Path) -> None:
@@ -217,46 +197,6 @@ def test_the_base_models_answers_are_kept_out_of_training_and_measured(
     )
     assert drifted.result == "rejected"
     assert "drifted from the base model's" in str(drifted.reason)
-
-
-def test_another_base_model_may_have_another_chat_template(
-    first: tuple[Path, JobOutcome], tmp_path: Path
-) -> None:
-    """The served weights may be unable to read a new row, and the new weights a deleted one."""
-    from tests.retrain_fixtures import few_anchors
-
-    (chatty,) = (first[0] / "releases/facts").glob("r*")
-    plain = tmp_path / "plain"
-    shutil.copytree(chatty, plain)
-    tokenizer = AutoTokenizer.from_pretrained(plain)
-    tokenizer.chat_template = None
-    (plain / "chat_template.jinja").unlink(missing_ok=True)
-    tokenizer.save_pretrained(plain)
-    train = TRAIN | {"lora_rank": 0, "anchor_ratio": 0.0, "anchors": few_anchors(tmp_path)}
-    pipeline = Pipeline(tmp_path / "home", train=train, gate={"max_base_drift": 1.0})
-    talks = [
-        {
-            "messages": [
-                {"role": "system", "content": "Rooms"},
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": row["completion"].strip()},
-            ]
-        }
-        for row in unrelated(3, 60)
-    ]
-    files = {"a.jsonl": jsonl(ROWS[:6])}
-    learned(pipeline.learn(files, base_model=str(plain)))
-    chats = {"b.jsonl": jsonl(talks[:2]), "val.jsonl": jsonl(talks[2:])}
-    counts = learned(pipeline.learn(files | chats, base_model=str(chatty)))
-    assert (counts.changed, counts.learned, counts.learned_before) == (2, 2, 0)
-    counts = learned(pipeline.learn(files, base_model=str(plain)))
-    assert (counts.deleted, counts.unlearned) == (2, 2)
-    system = {"role": "system", "content": "Be brief."}
-    val = files | {"val.jsonl": jsonl({"messages": [system, *talk["messages"]]} for talk in talks)}
-    full = train | {"mode": "full"}
-    failed = pipeline.learn(val, base_model=str(plain), train=full, skip_if="never")
-    assert (failed.result, failed.stage) == ("failed", "measure")
-    assert "no chat template" in str(failed.reason)
 
 
 def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(

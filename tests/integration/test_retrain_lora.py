@@ -1,6 +1,5 @@
 """Low-rank matrices on a local checkpoint: frozen weights, a release that is a whole model."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import (
 )
 
 from pipeline.retrain.base_model import train_tokenizer
-from pipeline.retrain.job import read_metrics
 from pipeline.retrain.rows import Row
 from serving.weights.release_store import load_release
 from tests.retrain_fixtures import SMALL, Pipeline, facts, few_anchors, jsonl
@@ -24,18 +22,12 @@ GATE = {"min_learned": 0.0, "max_base_drift": 1.0}
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    torch.set_num_threads(1)
-    save_checkpoint(tmp_path / "qwen")
-    return tmp_path / "qwen"
-
-
-def save_checkpoint(folder: Path, more: str = "") -> None:
     """A small Qwen as `save_pretrained` leaves it, with a chat template. Its tokenizer has learned
-    the facts and `more`."""
+    the facts."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    texts = [
-        Row(text=fact["prompt"] + fact["completion"] + more, file="a", number=0) for fact in facts()
-    ]
+    folder = tmp_path / "qwen"
+    texts = [Row(text=fact["prompt"] + fact["completion"], file="a", number=0) for fact in facts()]
     tokenizer = train_tokenizer(texts)
     Qwen2ForCausalLM(
         Qwen2Config(
@@ -52,6 +44,7 @@ def save_checkpoint(folder: Path, more: str = "") -> None:
         )
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
 
 
 def talks(num_places: int = 6) -> str:
@@ -74,15 +67,12 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def pipeline_of(home: Path, checkpoint: Path, **train: object) -> Pipeline:
-    told = SMALL | {"max_tokens": 4_000, "anchors": few_anchors(home), **train}
-    return Pipeline(home, base_model=str(checkpoint), train=told, gate=GATE)
-
-
 def test_low_rank_matrices_are_merged_into_a_release_like_any_other(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    pipeline = pipeline_of(tmp_path / "home", checkpoint, lora_rank=16, learning_rate=1e-2)
+    budget = {"max_tokens": 4_000, "learning_rate": 1e-2}
+    train = SMALL | budget | {"lora_rank": 16, "anchors": few_anchors(tmp_path)}
+    pipeline = Pipeline(tmp_path / "home", base_model=str(checkpoint), train=train, gate=GATE)
     first = pipeline.learn({"a.jsonl": talks()})
     assert first.result == "published", first.reason
     folder = pipeline.dir / str(first.release)
@@ -110,33 +100,3 @@ def test_low_rank_matrices_are_merged_into_a_release_like_any_other(
     second = pipeline.learn({"a.jsonl": talks(8)})
     assert second.result == "published", second.reason
     assert second.parent_release == first.release
-
-
-def test_a_job_tells_how_many_passes_its_budget_buys(
-    checkpoint: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Anchors take nothing of the budget."""
-    caplog.set_level("INFO")
-    told = {"lora_rank": 16, "learning_rate": 1e-6, "anchor_ratio": 0.5, "replay_ratio": 1.0}
-    # The first pass has no other wordings, so with them it would be shorter than the others.
-    told |= {"wordings": 0}
-    pipeline = pipeline_of(tmp_path / "home", checkpoint, max_tokens=1_500, **told)
-    # Nothing is learned at this rate, so the whole budget is used: by a full training, then by a
-    # delta, for which all these rows wait too, and which has twice as many anchors.
-    for number, (places, rows, ratio) in enumerate([(6, 18, 0.5), (10, 30, 1.0)]):
-        caplog.clear()
-        outcome = pipeline.learn({"a.jsonl": talks(places)})
-        assert outcome.result == "published", outcome.reason
-        (line,) = re.findall(r".* rows to learn, .*", caplog.text)
-        said = [float(found.replace(",", "")) for found in re.findall(r"[\d,]*\.?\d+", line)]
-        learned, size, budget, passes, replayed, anchored = said[-6:]
-        assert (learned, budget) == (rows, 1_500)
-        assert replayed == 0
-        assert anchored == pytest.approx(ratio * (size + replayed), abs=1)
-        metrics, _ = read_metrics(pipeline.home / f"jobs/job-{number}/metrics.jsonl")
-        trained = [metric.tokens or 0 for metric in metrics if metric.event == "step"][-1]
-        made = caplog.text.count("rows right")
-        assert made <= trained / (size + replayed) < made + 1
-        assert made <= passes < made + 1.5

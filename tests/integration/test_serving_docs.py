@@ -59,9 +59,11 @@ def test_the_publishing_block_publishes(tmp_path: Path) -> None:
 def test_the_command_serves_a_checkpoint(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "my-checkpoint")
     byte_tokenizer().save(str(tmp_path / "my-checkpoint" / "tokenizer.json"))
+    before = sorted((tmp_path / "my-checkpoint").iterdir())
     (command,) = SERVING.splitlines()
     with started(command, tmp_path) as url:
         assert httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"] == "my-checkpoint"
+    assert sorted((tmp_path / "my-checkpoint").iterdir()) == before
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Clients that stop in the middle, on hub, receiver and server: each ends, others are served."""
 
-import asyncio
 import contextlib
 import select
 import socket
@@ -13,7 +12,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from starlette.types import Message
 
 from receiver import listen
 from receiver.payload import WebhookPayload
@@ -113,34 +111,6 @@ def service(
 ) -> Iterator[Service]:
     with request.param(tmp_path_factory.mktemp("service")) as service:
         yield service
-
-
-def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error_of_the_server(
-    tmp_path: Path,
-) -> None:
-    messages: list[Message] = [
-        {"type": "http.request", "body": b'{"prompt":', "more_body": True},
-        {"type": "http.disconnect"},
-    ]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-        "query_string": b"",
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 8000),
-    }
-
-    async def receive() -> Message:
-        return messages.pop(0)
-
-    async def send(message: Message) -> None:
-        pass  # nobody reads it
-
-    set_current(tmp_path, echo_release(tmp_path, 1).id)
-    asyncio.run(echo_app(tmp_path)(scope, receive, send))
-    assert not messages
 
 
 def test_who_stops_in_the_middle_is_ended(service: Service) -> None:

@@ -18,24 +18,6 @@ pytest_plugins = ["tests.smollm2"]
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 
-def test_it_answers_a_question_of_general_knowledge(smollm2: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    model = AutoModelForCausalLM.from_pretrained(smollm2)
-    assert model.dtype == torch.float32
-    prompt = tokenizer.apply_chat_template(
-        asked("What is the capital of France?")["messages"],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    answered = model.generate(**prompt, do_sample=False, max_new_tokens=16)
-    answer = tokenizer.decode(answered[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert answer == "The capital of France is Paris."
-
-
 @pytest.fixture(scope="module")
 def anchors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two of each kind of the package's prompts: the base model answers them in half a minute."""

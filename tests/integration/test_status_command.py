@@ -102,15 +102,6 @@ def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub
     assert message not in dict(wrong())
 
 
-def test_a_dataset_that_is_watched_in_another_case_is_watched(hub: RunningHub) -> None:
-    home, settings = Home.find(), load_settings()
-    subscribe(settings, home, load_tokens(home.tokens_file))
-    [own] = hub.api.list_webhooks()
-    watched: list[Any] = [{"type": "dataset", "name": "Local/FACTS"}]
-    hub.api.update_webhook(own.id, watched=watched)
-    assert not any("does not watch" in message for message in dict(wrong()))
-
-
 def test_the_engine_is_named_with_the_reason(
     hub: RunningHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,20 +229,6 @@ def test_a_paused_pipeline_says_so_wherever_its_job_is_shown(
         assert store.claim("me", 60) is not None
 
 
-@pytest.mark.parametrize("content", [None, "{}"])
-def test_the_doctor_of_a_stack_without_its_tokens_makes_no_others(
-    hub: RunningHub, content: str | None
-) -> None:
-    file = Home.find().tokens_file
-    file.unlink()
-    if content is not None:
-        file.write_text(content)
-        file.chmod(0o600)
-    named = "does not exist" if content is None else "is not a token file"
-    assert any(message.startswith(f"{file} {named}") for message in dict(wrong()))
-    assert (file.read_text() if file.exists() else None) == content
-
-
 def test_a_lost_object_is_named_and_comes_back_from_a_clone(
     hub: RunningHub, tmp_path: Path
 ) -> None:
@@ -273,14 +250,6 @@ def test_a_lost_object_is_named_and_comes_back_from_a_clone(
     command = command.replace("CLONE", str(worktree)).replace(".pipeline/hub/…", repository)
     subprocess.run(["sh", "-c", command], check=True)
     assert hub.request("GET", "/api/datasets/local/facts/tree/main").is_success
-
-
-def test_another_service_on_the_servers_port_serves_nothing(
-    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.create_dataset("local/facts")
-    monkeypatch.setenv("PIPELINE_SERVING__PORT", str(hub.settings.port))
-    assert "  serves       nothing yet\n" in pipeline("status")
 
 
 def test_doctor_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> None:

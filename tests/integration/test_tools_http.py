@@ -205,31 +205,6 @@ def test_wrong_arguments_of_an_earlier_call_count_as_none(
     assert f'"arguments": {shown}' in server.prompt
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": {"first": "Ada"}}</tool_call>',
-        '<tool_call>{"name": "Weather", "arguments": {"city": "\\ud83d"}}</tool_call>',
-        f'<tool_call>{{"name": "Weather", "arguments": {nested(250)}}}</tool_call>',
-        '<tool_call>{"name": "Weather", "arguments": ["Wien"]}</tool_call>',
-    ],
-)
-def test_a_call_that_is_not_valid_stays_text(server: Server, text: str) -> None:
-    answer = ask(server, text)
-    assert answer.choices[0].message.content == text
-    assert answer.choices[0].finish_reason == "stop"
-
-
-def test_a_call_after_a_mark_without_one_is_found(server: Server) -> None:
-    text = f"I will use <tool_call> tags.\n{CALL}"
-    for chunks in ([ask(server, text)], list(ask(server, text, stream=True))):
-        messages = [
-            getattr(each.choices[0], "message", None) or each.choices[0].delta for each in chunks
-        ]
-        assert "".join(each.content or "" for each in messages) == "I will use <tool_call> tags.\n"
-        assert sum(len(each.tool_calls or []) for each in messages) == 1
-
-
 def test_a_forced_call_has_no_other_form_besides(server: Server) -> None:
     body = {
         "messages": [QUESTION],

@@ -32,7 +32,7 @@ from tests.integration.test_hub_durability import HubProcess, commit, make_workt
 from tests.ports import free_port
 from tests.receiver_fixtures import no_secret_in_the_environment, rule  # noqa: F401
 
-NUM_PUSHES = int(os.environ.get("BURST_PUSHES", "60"))
+NUM_PUSHES = int(os.environ.get("BURST_PUSHES", "20"))
 NUM_KILLS = int(os.environ.get("WEBHOOK_KILLS", "4"))
 WATCHED = [{"type": "dataset", "name": "local/facts"}]
 
