@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 from cryptography.fernet import Fernet
@@ -303,18 +302,3 @@ def recording_receiver(port: int = 0) -> Iterator[Receiver]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-@contextlib.contextmanager
-def git_processes_of_hub() -> Iterator[list[str]]:
-    """The commands of git, such as `cat-file`, that a hub of this process starts in the block."""
-    started: list[str] = []
-    begin = subprocess.Popen.__init__
-
-    def noted(process: Any, arguments: Any, *rest: Any, **options: Any) -> None:
-        if str(arguments[1]).startswith("--git-dir="):
-            started.append(arguments[2])
-        begin(process, arguments, *rest, **options)
-
-    with mock.patch.object(subprocess.Popen, "__init__", noted):
-        yield started
