@@ -67,7 +67,7 @@ def learned(
     plan = plan_of(rows(12), learning_rate=1e-2, max_tokens=2_000)
     metrics = MetricsWriter(folder / "metrics.jsonl")
     with low_rank(model, plan, 4):
-        done = train(model, plan, told, job_dir=folder, metrics=metrics)
+        done = train(model, plan, told, job_dir=folder, mode="full", metrics=metrics)
     return done, copy_weights(model)
 
 

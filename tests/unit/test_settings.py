@@ -35,8 +35,8 @@ def test_what_docs_training_shows_can_be_set(file: Path) -> None:
     docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     (block,) = re.findall(r"^```toml\n(.*?)^```", docs, re.MULTILINE | re.DOTALL)
     file.write_text(f'[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n\n{block}')
-    train = load_settings().pipeline("facts").train
-    assert train.lora_rank == 64
+    paraphrase = load_settings().pipeline("facts").paraphrase
+    assert paraphrase is not None and paraphrase.model == "Qwen/Qwen3-8B"
 
 
 def test_what_the_settings_command_prints_means_the_same(file: Path) -> None:
