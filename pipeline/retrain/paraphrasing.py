@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 4
 """How many requests wait for an answer at the same time."""
 TIMEOUT_SECONDS = 120.0
+_REFUSES_ONE = (400, 413, 422)
+"""The status of a request that is, for example, too long. The other rows may be asked."""
 _LIST = re.compile(r"\[.*\]", re.DOTALL)
 _PROMPT = """\
 People ask the question below in many ways. Write {count} of them, as different people would: in \
@@ -129,6 +131,8 @@ def _asked(
         answered = client.post(
             f"{settings.url}/chat/completions", json={"model": settings.model, "messages": messages}
         )
+        if answered.status_code in _REFUSES_ONE:
+            return ()
         answered.raise_for_status()
         return _texts(answered.json(), question)[: settings.count]
 

@@ -20,7 +20,8 @@ OPEN, BACK = row("When do you open?", "At nine."), row("Can I return it?", "Yes.
 
 
 class LargerModel(ThreadingHTTPServer):
-    """Answers each question with the texts that a test has set for it."""
+    """Answers each question with the texts that a test has set for it. Refuses it if there are
+    none."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -44,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
         model.asked.append(question)
         model.tokens.add(self.headers["Authorization"])
         content = {"choices": [{"message": {"content": model.says[question]}}]}
-        self.send_response(model.status)
+        self.send_response(model.status if model.says[question] else 400)
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 
@@ -110,7 +111,7 @@ def test_words_that_belong_to_two_questions_are_left_out(
     assert [each.wordings for each in found.rows] == [("opening hours",), ("send it back",)]
 
 
-@pytest.mark.parametrize("answer", ["I cannot.", "[1, 2]", '{"a": 1}', '["cut off'])
+@pytest.mark.parametrize("answer", ["", "I cannot.", "[1, 2]", '{"a": 1}', '["cut off'])
 def test_an_answer_without_a_list_leaves_the_row_to_the_next_job(
     larger: LargerModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: str
 ) -> None:
