@@ -20,7 +20,7 @@ from tests.soak import checks
 from tests.soak.stack import StackUnderFire, rows, until
 from tests.stack_fixtures import configure, workplace_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HANG_SECONDS = 10
 
