@@ -198,7 +198,7 @@ def _ours(model: Any, tokenizer: Any, rows: list[Any], size: Size, folder: Path)
     done: list[Any] = []
 
     def work() -> None:
-        train(model, plan, settings, job_dir=folder, metrics=metrics)
+        train(model, plan, settings, job_dir=folder, mode="full", metrics=metrics)
         done.extend(each for each in read_metrics(file)[0] if each.event == "step")
 
     return work, lambda: len(done), lambda: done[-1].tokens
