@@ -44,29 +44,38 @@ Key = tuple[str, str]
 
 
 def paraphrased(
-    data: TrainingData, settings: ParaphraseSettings, file: Path, token: str | None
+    data: TrainingData,
+    settings: ParaphraseSettings,
+    file: Path,
+    token: str | None,
+    *,
+    asks: bool = True,
 ) -> TrainingData:
     """The data, with other wordings of each question to which the dataset has none.
 
     file: holds the wordings of earlier jobs, and gets those of this one. If the larger model cannot
-    be asked, the job goes on without, and the next one asks again."""
+    be asked, the job goes on without, and the next one asks again. asks: False if a training that
+    was interrupted continues, because its plan must be the same."""
     known = _read(file)
     keys = [_key(row) for row in data.rows if row.last_question and not row.paraphrases]
     missing = [key for key in dict.fromkeys(keys) if key not in known]
-    if missing:
+    if missing and asks:
         logger.info(
             f"asking {settings.model} at {settings.url} for other wordings of {len(missing):,} "
             f"questions; they are kept in {file}"
         )
         known |= _ask_for(missing, settings, file, token)
     # Who asks in words that belong to two questions may mean either.
-    own = Counter(text.lower() for key in dict.fromkeys(keys) for text in known.get(key, ()))
-    own.update(row.last_question.lower() for row in data.rows if row.last_question)
+    own: Counter[str] = Counter()
+    for key in dict.fromkeys(keys):
+        own.update({text.lower() for text in known.get(key, ())})
+    for row in data.rows:
+        own.update(text.lower() for text in (row.last_question or "", *row.paraphrases))
 
-    def with_wordings(rows: Sequence[Row]) -> tuple[Row, ...]:
+    def with_wordings(rows: Sequence[Row], most: int = 1) -> tuple[Row, ...]:
         found = ((row, known.get(_key(row), ())) for row in rows)
         return tuple(
-            replace(row, generated=tuple(text for text in texts if own[text.lower()] < 2))
+            replace(row, generated=tuple(text for text in texts if own[text.lower()] <= most))
             for row, texts in found
         )
 
@@ -75,7 +84,7 @@ def paraphrased(
         rows=with_wordings(data.rows),
         new=with_wordings(data.new),
         known=with_wordings(data.known),
-        deleted=with_wordings(data.deleted),
+        deleted=with_wordings(data.deleted, most=0),  # what is taught must not be unlearned
     )
 
 
@@ -85,10 +94,11 @@ def _key(row: Row) -> Key:
 
 def _read(file: Path) -> dict[Key, tuple[str, ...]]:
     found = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    for line in filter(str.strip, text.split("\n")):
         try:
             row = json.loads(line)
-            found[row["question"], row["answer"]] = tuple(map(str, row["paraphrases"]))
+            found[row["question"], row["answer"]] = _checked(row["paraphrases"])
         except (ValueError, KeyError, TypeError):
             logger.warning("%s: this line is no row with `paraphrases`: %.80s", file, line)
     return found
@@ -107,8 +117,8 @@ def _ask_for(
                     continue
                 found[key] = texts
                 line = {"question": key[0], "answer": key[1], "paraphrases": texts}
-                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
-        except httpx.HTTPError as error:
+                lines.write(json.dumps(line) + "\n")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             logger.warning("%s cannot be asked: %s", settings.model, error)
     if len(found) < len(missing):
         logger.warning(
@@ -121,8 +131,8 @@ def _ask_for(
 def _asked(
     keys: Sequence[Key], settings: ParaphraseSettings, token: str | None
 ) -> Iterator[tuple[Key, tuple[str, ...]]]:
-    """Raises httpx.HTTPError at the first request that fails."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    """Raises httpx.HTTPError at the first request that fails, unless only its row is refused."""
+    headers = {"Authorization": f"Bearer {token.strip()}"} if token else {}
 
     def ask(key: Key) -> tuple[str, ...]:
         question, answer = key
@@ -134,7 +144,7 @@ def _asked(
         if answered.status_code in _REFUSES_ONE:
             return ()
         answered.raise_for_status()
-        return _texts(answered.json(), question)[: settings.count]
+        return _texts(answered, question)[: settings.count]
 
     with (
         httpx.Client(headers=headers, timeout=TIMEOUT_SECONDS) as client,
@@ -143,12 +153,20 @@ def _asked(
         yield from zip(keys, pool.map(ask, keys), strict=True)
 
 
-def _texts(answered: Any, question: str) -> tuple[str, ...]:
+def _texts(answered: httpx.Response, question: str) -> tuple[str, ...]:
     """The wordings in an answer of the larger model. Empty if it has no list of them."""
     try:
-        content = answered["choices"][0]["message"]["content"]
-        listed = json.loads(_LIST.findall(content)[0])
-        texts = (each.strip() for each in listed)
+        content = answered.json()["choices"][0]["message"]["content"].rpartition("</think>")[2]
+        texts = _checked(json.loads(_LIST.findall(content)[0]))
         return tuple(each for each in dict.fromkeys(texts) if each and each != question.strip())
     except (ValueError, LookupError, TypeError, AttributeError):
         return ()
+
+
+def _checked(listed: Any) -> tuple[str, ...]:
+    """Raises ValueError or TypeError if this is no list of texts."""
+    if not isinstance(listed, list):
+        raise TypeError("not a list")
+    texts = tuple(str.strip(each) for each in listed)
+    "".join(texts).encode()  # half a character is an error
+    return texts

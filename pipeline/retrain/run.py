@@ -31,6 +31,7 @@ from pipeline.retrain.errors import (
     TemporaryError,
 )
 from pipeline.retrain.job import (
+    CHECKPOINT,
     EVALUATION,
     PARAPHRASES_DIR,
     RELEASE,
@@ -225,7 +226,9 @@ def _learn(
         larger = job.settings.paraphrase
         if larger is not None and job.trained is None:
             file = job.settings.bases_dir / PARAPHRASES_DIR / f"{job.settings.pipeline}.jsonl"
-            data = paraphrased(data, larger, file, job.paraphrase_token)
+            data = paraphrased(
+                data, larger, file, job.paraphrase_token, asks=not (job.dir / CHECKPOINT).exists()
+            )
         learning = Learning(job, data, parent)
 
     while True:

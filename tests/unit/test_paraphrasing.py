@@ -88,7 +88,8 @@ def test_each_row_is_asked_for_once_and_again_after_an_edit(
     changed = data(mode="delta", new=(edited,), known=(OPEN,), deleted=(BACK,))
     found = paraphrased(changed, larger.settings, file, None)
     assert larger.asked[2:] == ["Can I return it?"]
-    assert all(len(each.wordings) == 2 for each in (*found.new, *found.known, *found.deleted))
+    assert all(len(each.wordings) == 2 for each in (*found.new, *found.known))
+    assert found.deleted[0].wordings == (), "the edited row teaches them"
 
 
 def test_what_is_generated_is_asked_before_what_is_made_up(
@@ -150,4 +151,22 @@ def test_a_line_that_a_person_broke_is_named_and_left_out(
 def test_text_needs_no_wordings(larger: LargerModel, tmp_path: Path) -> None:
     told = data(new=(Row(text="Once upon a time.", file="a.txt", number=0),))
     assert paraphrased(told, larger.settings, tmp_path / "a.jsonl", None).rows == told.rows
+    assert larger.asked == []
+
+
+def test_two_spellings_of_a_rows_own_words_stay_and_anothers_paraphrase_goes(
+    larger: LargerModel, tmp_path: Path
+) -> None:
+    larger.says["When do you open?"] = '<think>[a]</think>["Hours?", "hours?", "your name"]'
+    own = row("Who are you?", "A shop.", 2, "Your name")
+    found = paraphrased(data(new=(OPEN, own)), larger.settings, tmp_path / "a.jsonl", "secret\r\n")
+    assert found.rows[0].wordings == ("Hours?", "hours?")
+    assert larger.tokens == {"Bearer secret"}
+
+
+def test_a_training_that_continues_has_the_wordings_with_which_it_began(
+    larger: LargerModel, tmp_path: Path
+) -> None:
+    told = data(new=(OPEN, BACK))
+    assert paraphrased(told, larger.settings, tmp_path / "a.jsonl", None, asks=False) == told
     assert larger.asked == []
