@@ -51,13 +51,15 @@ def paraphrased(
     *,
     asks: bool = True,
 ) -> TrainingData:
-    """The data, with other wordings of each question to which the dataset has none.
+    """The data, with other wordings of each single question to which the dataset has none.
 
     file: holds the wordings of earlier jobs, and gets those of this one. If the larger model cannot
     be asked, the job goes on without, and the next one asks again. asks: False if a training that
     was interrupted continues, because its plan must be the same."""
     known = _read(file)
-    keys = [_key(row) for row in data.rows if row.last_question and not row.paraphrases]
+    # Without what was said before, the last question of a longer conversation means too little.
+    single = (row for row in data.rows if row.as_completion and row.is_learnable)
+    keys = [_key(row) for row in single if not row.paraphrases]
     missing = [key for key in dict.fromkeys(keys) if key not in known]
     if missing and asks:
         logger.info(
