@@ -52,8 +52,8 @@ class Counts(BaseModel):
     rewordings: int = 0
     """The number of questions that were asked in words on which no job trains. If the dataset has
     such words (a paraphrase that is held back, or a held-out row with the answer of another row),
-    they are taken from there. Otherwise, from what a larger model has generated, or, for a
-    pretrained model, they are made up."""
+    they are taken from there. Otherwise, a larger model has generated them, or, for a pretrained
+    model, they are made up."""
     reworded: int = 0
     """The number of `rewordings` to which the new weights give the answer of the row: at least
     three quarters of its words, and all of its numbers and names."""

@@ -39,13 +39,11 @@ needs more than a minute."""
 MAX_UNLEARNED = 100
 """The largest number of deleted rows that a delta unlearns. If more rows were deleted, a full
 training without them is cheaper."""
-
-
-Mode = Literal["full", "delta"]
-
 NUM_SHOWN = 5
 """A list in the report names at most this many entries."""
 _TEXT_SHOWN = 60
+
+Mode = Literal["full", "delta"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,9 +111,9 @@ class Learning:
         )
         """The measurement of the served weights."""
 
-    def trains_in_full(self, evaluation: Evaluation) -> bool:
-        """Whether the gate refuses the weights of a delta, so that a full training follows. It can
-        mend what earlier deltas have added up, such as a drift from the base model."""
+    def turns_to_full(self, evaluation: Evaluation) -> bool:
+        """Turn to a full training if the gate refuses the weights of a delta, and return whether it
+        did. A full training mends what deltas have added up, such as a drift from the base."""
         is_forced = self.job.settings.force_reason is not None
         if evaluation.passed or is_forced or self.job.trained or self.data.mode == "full":
             return False

@@ -247,7 +247,7 @@ def _learn(
                 logger.info("%s", evaluation.not_learned)
             for refusal in evaluation.refusals:
                 logger.info("refused: %s", refusal)
-        if not learning.trains_in_full(evaluation):
+        if not learning.turns_to_full(evaluation):
             break
     if not evaluation.passed and job.settings.force_reason is None:
         return evaluation.refusals, None
