@@ -66,10 +66,6 @@ BEAT_NOW = signal.SIGUSR1
 because somebody has cancelled the job. SIGTERM means that the runner is being stopped: the agent
 ends the command, and the job gets another attempt."""
 
-NICENESS = 10
-"""The nice value of a job's processes: other programs, such as a server, get more of the processor
-time."""
-
 _SECONDS_AFTER_ERROR = 1.0
 _GIVE_UP_SECONDS = 600.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -324,7 +320,7 @@ def _run_command(attempt: Attempt, report: int) -> None:
         for source, target in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(source, target)
         os.chdir(attempt.job_dir)
-        lower_priority(NICENESS)
+        lower_priority(attempt.settings.niceness)
         if not is_module:
             # Python ignores these signals; other programs expect them.
             for number in (signal.SIGPIPE, signal.SIGXFSZ):

@@ -27,6 +27,9 @@ class JobsSettings(BaseModel):
     may use. While a job runs, a server with the torch engine
     uses one thread fewer, and the kernel gives the server's threads priority over the job's
     threads."""
+    niceness: int = Field(default=10, ge=0, le=19)
+    """The nice value of a job's processes. The higher it is, the more of the processor time other
+    programs get, such as a server."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """How long a job may run, all attempts together. After this time, the job is stopped, and has
     failed. The time in which the job had no runner, or waited for its next attempt, does not count.

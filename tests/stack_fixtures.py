@@ -175,6 +175,8 @@ def workplace_in(folder: Path) -> Workplace:
         # Tests run beside each other: two threads that wait for each other on busy cores are slower
         # than one.
         "PIPELINE_JOBS__NUM_THREADS": "1",
+        # Otherwise a job hardly computes while another test does.
+        "PIPELINE_JOBS__NICENESS": "0",
         "PIPELINE_HOME": str(folder / ".pipeline"),
         "PIPELINE_SETTINGS": str(folder / "pipeline.toml"),
         "PYTHONPATH": str(Path(__file__).parents[1]),

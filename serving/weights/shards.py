@@ -184,8 +184,10 @@ def free_bytes() -> int | None:
 def yield_to_other_threads() -> None:
     """Make the calling thread use little of a core while other threads compute."""
     if sys.platform == "linux":
-        # On Linux each thread has its own nice value. 0 is the calling thread.
-        os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)
+        # On Linux each thread has its own nice value. 0 is the calling thread. Only root may lower
+        # a nice value.
+        niceness = max(_STAGING_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
 
 
 def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

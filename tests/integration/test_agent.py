@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, text
 
-from jobs.agent import BEAT_NOW, NICENESS, Attempt, ForkServer
+from jobs.agent import BEAT_NOW, Attempt, ForkServer
 from jobs.folder import COMPUTING, LOG, OUTCOME
 from jobs.job import Job
 from jobs.process import process_here
@@ -101,8 +101,8 @@ def test_a_command_runs_as_its_own_process_in_its_folder(bench: Bench) -> None:
         "argv": ["show_process", "-x", "a b"],
         "cwd": str(bench.log.parent),
         "name": "__main__",
-        "niceness": NICENESS,
-        "niceness of the session": NICENESS if Path("/proc/self/autogroup").exists() else None,
+        "niceness": 10,
+        "niceness of the session": 10 if Path("/proc/self/autogroup").exists() else None,
         "stdin": "",
         "leads_session": False,
         "in_place": sys.platform == "linux",
