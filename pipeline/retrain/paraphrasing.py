@@ -8,6 +8,7 @@ push it.
 import json
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 4
 """How many requests wait for an answer at the same time."""
 TIMEOUT_SECONDS = 120.0
+WAIT_SECONDS = 1.0, 5.0, 25.0, 60.0
+"""How long to wait before each further try, if the larger model has too much to do and does not say
+when it has time."""
+_BUSY = (429, 500, 502, 503, 504)
 _REFUSES_ONE = (400, 413, 422)
 """The status of a request that is, for example, too long. The other rows may be asked."""
 _LIST = re.compile(r"\[.*\]", re.DOTALL)
@@ -113,6 +118,8 @@ def _ask_for(
     found: dict[Key, tuple[str, ...]] = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8", buffering=1) as lines:  # so that a kill loses no line
+        if lines.tell():
+            lines.write("\n")  # a person may have left the last line open
         try:
             for key, texts in _asked(missing, settings, token):
                 if not texts:
@@ -140,9 +147,15 @@ def _asked(
         question, answer = key
         text = _PROMPT.format(count=settings.count, question=question, answer=answer)
         messages = [{"role": "user", "content": text}]
-        answered = client.post(
-            f"{settings.url}/chat/completions", json={"model": settings.model, "messages": messages}
-        )
+        for wait in (*WAIT_SECONDS, 0.0):
+            answered = client.post(
+                f"{settings.url}/chat/completions",
+                json={"model": settings.model, "messages": messages},
+            )
+            if answered.status_code not in _BUSY:
+                break
+            told = answered.headers.get("Retry-After", "")
+            time.sleep(int(told) if told.isdecimal() else wait)
         if answered.status_code in _REFUSES_ONE:
             return ()
         answered.raise_for_status()

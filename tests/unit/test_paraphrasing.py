@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.retrain import paraphrasing
 from pipeline.retrain.paraphrasing import paraphrased
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import ParaphraseSettings
@@ -25,7 +26,8 @@ class LargerModel(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.status = 200
+        self.failures: list[int] = []
+        """The status of the next answers, before the right ones."""
         self.says: dict[str, str] = {}
         self.asked: list[str] = []
         self.tokens: set[str | None] = set()
@@ -45,7 +47,8 @@ class _Handler(BaseHTTPRequestHandler):
         model.asked.append(question)
         model.tokens.add(self.headers["Authorization"])
         content = {"choices": [{"message": {"content": model.says[question]}}]}
-        self.send_response(model.status if model.says[question] else 400)
+        usual = 200 if model.says[question] else 400
+        self.send_response(model.failures.pop(0) if model.failures else usual)
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 
@@ -129,12 +132,30 @@ def test_an_answer_without_a_list_leaves_the_row_to_the_next_job(
 def test_a_larger_model_that_fails_fails_no_job(
     larger: LargerModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_away: bool
 ) -> None:
-    settings, larger.status = larger.settings, 503
+    settings, larger.failures = larger.settings, [403] * 2
     if is_away:
         settings = ParaphraseSettings(url="http://127.0.0.1:9/v1", model="large")
     found = paraphrased(data(new=(OPEN, BACK)), settings, tmp_path / "a.jsonl", None)
     assert [each.wordings for each in found.rows] == [(), ()]
     assert "large cannot be asked: " in caplog.text
+
+
+def test_a_larger_model_that_has_too_much_to_do_is_asked_again(
+    larger: LargerModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paraphrasing, "WAIT_SECONDS", (0.0,) * 3)
+    larger.failures = [429, 503, 429]
+    found = paraphrased(data(new=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
+    assert all(each.wordings for each in found.rows)
+
+
+def test_a_file_without_an_end_of_line_loses_none(larger: LargerModel, tmp_path: Path) -> None:
+    file, told = tmp_path / "a.jsonl", data(new=(OPEN, BACK))
+    file.write_text('{"question": "Can I return it?", "answer": "Yes.", "paraphrases": ["ok?"]}')
+    paraphrased(told, larger.settings, file, None)
+    found = paraphrased(told, larger.settings, file, None)
+    assert [each.wordings for each in found.rows] == [("opening hours", "from when?"), ("ok?",)]
+    assert larger.asked == ["When do you open?"]
 
 
 def test_a_line_that_a_person_broke_is_named_and_left_out(
