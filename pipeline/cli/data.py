@@ -1,5 +1,8 @@
-"""`pipeline data`: reports which rows of a dataset a job would train on."""
+"""`pipeline data`: reports which rows of a dataset a job would train on, and makes rows that teach a
+model to say what it does not know."""
 
+import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +13,9 @@ from pipeline.doctor.data_check import check_data, pipeline_of
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 
-app = typer.Typer(help="Check the rows of a dataset before a push.", no_args_is_help=True)
+app = typer.Typer(
+    help="Check the rows of a dataset before a push, or make some.", no_args_is_help=True
+)
 
 
 @app.command()
@@ -32,3 +37,18 @@ def check(
     print("\n".join(lines))
     if is_bad:
         raise typer.Exit(1)
+
+
+@app.command()
+def unknown(
+    answer: Annotated[str, typer.Argument(help="What the model is to say.")] = "I don't know that.",
+) -> None:
+    """Print rows of everyday questions that your data does not answer, all with one answer. Without
+    such rows, a model gives an answer of your data to any question.
+
+    To teach them: write them to a file of the dataset, delete the questions that your data does
+    answer, and push.
+    """
+    questions = files("pipeline.cli").joinpath("unknown.jsonl").read_text(encoding="utf-8")
+    for line in questions.splitlines():
+        print(json.dumps(json.loads(line) | {"answer": answer}, ensure_ascii=False))

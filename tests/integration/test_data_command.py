@@ -270,3 +270,13 @@ def test_a_link_is_refused_by_its_name_and_not_followed(
     assert result.exit_code != 0
     assert "2 rows: gone.jsonl, more.jsonl: it is a symbolic link" in result.output
     assert "1234" not in result.output and "more.jsonl 1 row" not in result.output
+
+
+def test_rows_that_teach_what_a_model_does_not_know_are_rows(clone: Path) -> None:
+    printed = CliRunner().invoke(app, ["data", "unknown", "Das weiß ich nicht."], color=False)
+    (clone / "unknown.jsonl").write_text(printed.stdout, encoding="utf-8")
+    lines = CliRunner().invoke(app, ["data", "check", str(clone)]).stdout.splitlines()
+    assert lines[1].strip() == "train: faq.jsonl 3 rows, unknown.jsonl 40 rows"
+    rows = [json.loads(line) for line in printed.stdout.splitlines()]
+    assert {row["answer"] for row in rows} == {"Das weiß ich nicht."}
+    assert len({row["question"] for row in rows}) == 40
