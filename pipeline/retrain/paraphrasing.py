@@ -7,6 +7,7 @@ push it.
 
 import json
 import logging
+import random
 import re
 import time
 from collections import Counter
@@ -173,7 +174,9 @@ def _texts(answered: httpx.Response, question: str) -> tuple[str, ...]:
     try:
         content = answered.json()["choices"][0]["message"]["content"].rpartition("</think>")[2]
         texts = _checked(json.loads(_LIST.findall(content)[0]))
-        return tuple(each for each in dict.fromkeys(texts) if each and each != question.strip())
+        own = [each for each in dict.fromkeys(texts) if each and each != question.strip()]
+        # A model often lists the usual wordings first. The last one is held back (`Row.held_back`).
+        return tuple(random.Random(question).sample(own, len(own)))
     except (ValueError, LookupError, TypeError, AttributeError):
         return ()
 

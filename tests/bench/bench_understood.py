@@ -113,10 +113,13 @@ def _give_generated(
     pipeline: Pipeline, name: str, rows: Sequence[Mapping[str, str]], count: int
 ) -> None:
     """As if an earlier job had asked the larger model. Nothing listens on port 9."""
-    found = {each["question"]: each["paraphrases"] for each in _lines(f"{name}.generated.jsonl")}
+    found = {
+        (asked := each["question"]): random.Random(asked).sample(each["paraphrases"], count)
+        for each in _lines(f"{name}.generated.jsonl")
+    }
     file = pipeline.home / "bases" / "paraphrases" / f"{pipeline.settings['pipeline']}.jsonl"
     file.parent.mkdir(parents=True)
-    file.write_text(jsonl({**row, "paraphrases": found[row["question"]][:count]} for row in rows))
+    file.write_text(jsonl({**row, "paraphrases": found[row["question"]]} for row in rows))
     pipeline.settings["paraphrase"] = {"url": "http://127.0.0.1:9/v1", "model": "larger"}
 
 

@@ -78,10 +78,10 @@ def test_each_row_is_asked_for_once_and_again_after_an_edit(
     found = paraphrased(data(new=(OPEN, BACK, own)), larger.settings, file, "secret")
     assert sorted(larger.asked) == ["Can I return it?", "When do you open?"]
     assert larger.tokens == {"Bearer secret"}
-    assert [each.wordings for each in found.rows] == [
-        ("opening hours", "from when?"),
-        ("give it back", "send it back"),
-        ("your name",),
+    assert [set(each.wordings) for each in found.rows] == [
+        {"opening hours", "from when?"},
+        {"give it back", "send it back"},
+        {"your name"},
     ]
     assert [each.digest for each in found.rows] == [each.digest for each in (OPEN, BACK, own)]
     written = [json.loads(line) for line in file.read_text().splitlines()]
@@ -101,9 +101,10 @@ def test_what_is_generated_is_asked_before_what_is_made_up(
     found = paraphrased(data(new=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
     wordings = Wordings(found.rows, count=0, seed=0)
     asked, words = wordings.unseen(found.rows, ())
-    assert sorted(str(each.prompt) for each in asked) == ["from when?", "send it back"]
+    trained, held_back = zip(*(each.wordings for each in found.rows), strict=True)
+    assert {each.prompt for each in asked} == set(held_back)
     assert words == "generated"
-    assert [each.prompt for each in wordings.trained(found.rows[0])] == ["opening hours"]
+    assert [each.prompt for each in wordings.trained(found.rows[0])] == [trained[0]]
 
 
 def test_words_that_belong_to_two_questions_are_left_out(
@@ -154,7 +155,7 @@ def test_a_file_without_an_end_of_line_loses_none(larger: LargerModel, tmp_path:
     file.write_text('{"question": "Can I return it?", "answer": "Yes.", "paraphrases": ["ok?"]}')
     paraphrased(told, larger.settings, file, None)
     found = paraphrased(told, larger.settings, file, None)
-    assert [each.wordings for each in found.rows] == [("opening hours", "from when?"), ("ok?",)]
+    assert [set(each.wordings) for each in found.rows] == [{"opening hours", "from when?"}, {"ok?"}]
     assert larger.asked == ["When do you open?"]
 
 
@@ -181,7 +182,7 @@ def test_two_spellings_of_a_rows_own_words_stay_and_anothers_paraphrase_goes(
     larger.says["When do you open?"] = '<think>[a]</think>["Hours?", "hours?", "your name"]'
     own = row("Who are you?", "A shop.", 2, "Your name")
     found = paraphrased(data(new=(OPEN, own)), larger.settings, tmp_path / "a.jsonl", "secret\r\n")
-    assert found.rows[0].wordings == ("Hours?", "hours?")
+    assert set(found.rows[0].wordings) == {"Hours?", "hours?"}
     assert larger.tokens == {"Bearer secret"}
 
 
