@@ -1,5 +1,5 @@
-"""`pipeline data`: reports which rows of a dataset a job would train on, and makes rows that teach a
-model to say what it does not know."""
+"""`pipeline data`: reports which rows of a dataset a job would train on, and makes rows that teach
+a model what it does not know."""
 
 import json
 from importlib.resources import files
