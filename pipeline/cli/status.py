@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any
 
 import typer
@@ -83,8 +82,6 @@ def _facts_of(pipeline: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "damaged", _substitute_note(served)
         elif served["reason"]:
             yield "damaged", f"{served['reason']}; try: pipeline releases rollback"
-    if (back := pipeline["went_back"]) is not None:
-        yield from _after_going_back(pipeline, back)
     if pending := pipeline["pending_release"]:
         yield "pending", f"{pending}; the next server that starts will serve it"
     for job in pipeline["queue"]:
@@ -137,18 +134,6 @@ def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool)
         return f"trained on {trained_on[:12]}, the newest commit"
     note = ", which changes no row" if head_changes_no_row else ""
     return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}{note}"
-
-
-def _after_going_back(pipeline: dict[str, Any], back: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    former, release = back["former"], back["release"]
-    lacks = f"; it lacks {back['changed_rows']:,} changed rows" if back["changed_rows"] else ""
-    at = datetime.fromtimestamp(back["at"]).astimezone().isoformat(" ", "minutes")
-    yield "went back", f"{back['by']} went back from {former} to {release}, {at}{lacks}"
-    yield (
-        "next push",
-        f"trains {release} on all rows that changed since its commit, also those of {former}; to "
-        f"prevent this, revert them in the dataset, or: pipeline pause {pipeline['name']}",
-    )
 
 
 def _substitute_note(served: dict[str, Any]) -> str:

@@ -3,10 +3,6 @@
 nothing.
 """
 
-import getpass
-import json
-import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -15,9 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from jobs.counts import Counts
 from jobs.errors import HeadAway, NoHead
-from jobs.folder import read_json, write_by_rename
 from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.process import is_alive
@@ -36,7 +30,6 @@ from serving.errors import ReleaseError
 from serving.weights.release_store import (
     load_release,
     pending_release,
-    release_number,
     served_release,
     stood_in_for,
 )
@@ -53,9 +46,6 @@ WAYS_ON = (
 """What the user can do after the gate has rejected a job."""
 DECIDED_NOTHING = frozenset({"failed", "cancelled", "superseded"})
 """Results of jobs after which the rows of an earlier rejected job still wait for the next job."""
-_WENT_BACK = "went-back.json"
-"""Records that a person made the server serve an older release than before, so that `pipeline
-status` can say who did, and what the next push will do."""
 
 
 class Finding(BaseModel):
@@ -195,7 +185,6 @@ class Facts:
                 for job in jobs
             ),
             "served": served,
-            "went_back": served and went_back(self.releases_dir(pipeline), served["release"]),
             "pending_release": pending_release(self.releases_dir(pipeline)),
             "queue_age_seconds": max(
                 (round(now - job.created_at, 1) for job in jobs if not job.has_ended),
@@ -213,50 +202,6 @@ def state_of(child: Child) -> Literal["up", "hung", "down"]:
     if child.process is None or not is_alive(child.process):
         return "down"
     return "hung" if child.is_silent else "up"
-
-
-# Who went back to an older release
-
-
-def record_going_back(pipeline_dir: Path, former: str | None, release: str) -> None:
-    """Does nothing if `release` is not older than `former`."""
-    if former is None or release_number(release) >= release_number(former):
-        return
-    job = os.environ.get("JOB_ID")
-    by = _user() if job is None else f"job {job}"
-    record = {"former": former, "release": release, "by": by, "at": time.time()}
-    write_by_rename(pipeline_dir / _WENT_BACK, json.dumps(record))
-
-
-def went_back(pipeline_dir: Path, served: str) -> dict[str, Any] | None:
-    """The record, and the number of changed rows that the served release has not learned. None if
-    nobody went back to the served release."""
-    record: dict[str, Any] | None = read_json(pipeline_dir / _WENT_BACK)
-    if record is None or record["release"] != served:
-        return None
-    return record | {"changed_rows": _changed_rows(pipeline_dir, record["former"], served)}
-
-
-def _changed_rows(pipeline_dir: Path, former: str, served: str) -> int:
-    total, release = 0, former
-    while release_number(release) > release_number(served):
-        try:
-            found = load_release(pipeline_dir / release)
-        except ReleaseError:
-            break
-        counts = (found.evaluation or {}).get("counts")
-        total += Counts.model_validate(counts).all_changed if counts else 0
-        if found.lineage.parent is None:
-            break
-        release = found.lineage.parent
-    return total
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # the system knows no name
-        return f"user {os.getuid()}"
 
 
 # What is said of jobs
