@@ -243,29 +243,18 @@ def create(
     role: Annotated[
         str, typer.Option(help="What the token allows: read, or write (which includes read).")
     ] = "read",
-    repository: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TYPE:OWNER/NAME", help="Limit the token to this repository. May be repeated."
-        ),
-    ] = None,
 ) -> None:
     """Create a token and print it. The hub stores only the token's hash, so the token cannot be
     shown again.
 
-    The token is valid for all repositories, or for those that --repository names, such as
-    dataset:local/facts.
-
     You can run this command while the hub is up, and also while the hub is down.
     """
     check_name(name)
-    reaches = repository or []
-    query = {"role": role} | ({"repositories": ",".join(reaches)} if reaches else {})
     made = _on_hub(
-        lambda repositories: create_token(repositories, name, role, reaches),
+        lambda repositories: create_token(repositories, name, role),
         "POST",
         f"tokens/{name}",
-        query,
+        {"role": role},
     )
     print(made["token"])
     print("Store the token now: it cannot be shown again.", file=sys.stderr)
@@ -278,16 +267,8 @@ def list_(as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    rows = [
-        (
-            each["name"],
-            each["role"],
-            "all" if each["repositories"] is None else ", ".join(each["repositories"]),
-            each["createdAt"][:16],
-        )
-        for each in found
-    ]
-    headings = ("NAME", "ROLE", "REPOSITORIES", "CREATED")
+    rows = [(each["name"], each["role"], each["createdAt"][:16]) for each in found]
+    headings = ("NAME", "ROLE", "CREATED")
     print_table(headings, rows, empty="No token yet; create one: pipeline hub tokens create NAME")
 
 

@@ -88,8 +88,6 @@ tokens = Table(
     # SHA-256 of the token. The token itself is shown once and never stored.
     Column("digest", String, nullable=False, unique=True),
     Column("role", String, nullable=False),
-    # The ids of the only repositories that the token reaches; null if it reaches all.
-    Column("repositories", JSON(none_as_null=True)),
     Column("created_at", Float, nullable=False),
 )
 
@@ -170,7 +168,7 @@ deliveries = Table(
 )
 
 
-SCHEMA_REVISION = "hub6"
+SCHEMA_REVISION = "hub7"
 """What this file declares, and where the repositories are. Another revision is refused."""
 
 REPOS = "repos"

@@ -39,21 +39,10 @@ def asked(hub: RunningHub, token: str) -> int:
     return httpx.get(f"{hub.url}/api/datasets/local/facts", headers=headers).status_code
 
 
-def test_an_empty_repository_makes_no_token_for_all(home: Home) -> None:
-    """As from `--repository "$NAME"` in a script in which NAME is not set."""
-    options = ("create", "ada", "--repository", "")
-    with hub_of(home):
-        while_up = run(*options)
-    while_down = run(*options)
-    for refused in (while_up, while_down):
-        assert refused.exit_code == 1 and "hf_" not in refused.output
-        assert "'' does not name a repository" in str(refused.exception)
-
-
 def test_tokens_are_created_listed_and_revoked_in_both_states(home: Home) -> None:
     with hub_of(home) as hub:
         hub.create_dataset("local/facts")
-        while_up = run("create", "up", "--repository", "dataset:local/facts").stdout.strip()
+        while_up = run("create", "up").stdout.strip()
         assert asked(hub, while_up) == 200
     while_down = run("create", "down", "--role", "write").stdout.strip()
     assert run("create", "down").exit_code == 1
@@ -61,7 +50,7 @@ def test_tokens_are_created_listed_and_revoked_in_both_states(home: Home) -> Non
     with hub_of(home) as hub:
         assert (asked(hub, while_up), asked(hub, while_down)) == (401, 200)
         listed = run("ls").stdout
-        assert "down  write  all" in listed and "hf_" not in listed
+        assert "down  write" in listed and "hf_" not in listed
         assert run("revoke", "down").stdout.strip() == "revoked down"
         assert asked(hub, while_down) == 401
         missing = run("revoke", "down")

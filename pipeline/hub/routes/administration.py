@@ -3,8 +3,7 @@ nothing needs any more (`collect_garbage`), and to remove a commit that was push
 (`purge`). The commands `pipeline hub tokens`, `gc` and `purge` call the routes while the hub runs,
 and the functions below while no hub runs.
 
-A token that a person created may only read, or read and write, and is valid for all repositories or
-only for some.
+A token that a person created may only read, or read and write.
 
 A commit that is on no branch any more stays, because a release may name it, and a client may fetch
 it by its sha. Only `sweep` removes such commits. Git itself never does it (`gc.auto = 0`). Every
@@ -16,7 +15,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypedDict, get_args
 
 from fastapi import APIRouter, Depends
@@ -36,9 +35,7 @@ from pipeline.hub.repositories import (
     SHA,
     Repositories,
     Repository,
-    RepositoryName,
     open_bases,
-    repository_name,
 )
 from pipeline.hub.routes.contents import described
 from pipeline.hub.service import HubOf, Locked, NeededCommits, Role, digest, hubs_own
@@ -55,14 +52,8 @@ def show_tokens(hub: HubOf) -> list[Json]:
 
 
 @router.post("/tokens/{name:part}")
-def create(
-    hub: HubOf, name: str, role: str = "read", repositories: str | None = None
-) -> JSONResponse:
-    """Creates a token for `repositories`, such as `dataset:local/facts,…`. Without them, it is for
-    all repositories. An empty `repositories` is an error, so that a script whose variable is empty
-    gets no token for everything."""
-    reaches = [] if repositories is None else repositories.split(",")
-    made = create_token(hub.repositories, name, role, reaches)
+def create(hub: HubOf, name: str, role: str = "read") -> JSONResponse:
+    made = create_token(hub.repositories, name, role)
     return JSONResponse(made, headers={"Cache-Control": "no-store"})
 
 
@@ -109,15 +100,12 @@ def check_name(name: str) -> None:
         )
 
 
-def create_token(repositories: Repositories, name: str, role: str, reaches: Sequence[str]) -> Json:
-    """Creates a token. `reaches` are the only repositories for which it is valid, such as
-    `dataset:local/facts`; if it is empty, the token is for all repositories. Only this answer
-    shows the token."""
+def create_token(repositories: Repositories, name: str, role: str) -> Json:
+    """Creates a token. Only this answer shows the token."""
     if role not in get_args(Role):
         raise BadRequest(f"{role!r} is not a role: choose read or write.")
     check_name(name)
     token = f"hf_{secrets.token_hex(20)}"
-    ids = [repositories.find(_named(item)).id for item in reaches]
     with repositories.database.write() as connection:
         if connection.execute(select(table.c.name).where(table.c.name == name)).first() is not None:
             raise Conflict(
@@ -128,35 +116,16 @@ def create_token(repositories: Repositories, name: str, role: str, reaches: Sequ
                 name=name,
                 digest=digest(token.encode()),
                 role=role,
-                repositories=ids or None,
                 created_at=time.time(),
             )
         )
     return {"name": name, "role": role, "token": token}
 
 
-def _named(item: str) -> RepositoryName:
-    type, _, id = item.partition(":")
-    owner, slash, short = id.partition("/")
-    if not slash:
-        raise BadRequest(
-            f"{item!r} does not name a repository: write its type, owner and name, such as "
-            "dataset:owner/name."
-        )
-    return repository_name(type, owner, short)
-
-
 def list_tokens(repositories: Repositories) -> list[Json]:
-    names = {each.id: f"{each.name.type}:{each.name.id}" for each in repositories.all()}
     with repositories.database.read() as connection:
         return [
-            {
-                "name": row.name,
-                "role": row.role,
-                "repositories": row.repositories
-                and [names.get(id, "(deleted)") for id in row.repositories],
-                "createdAt": iso_time(row.created_at),
-            }
+            {"name": row.name, "role": row.role, "createdAt": iso_time(row.created_at)}
             for row in connection.execute(select(table).order_by(table.c.created_at))
         ]
 
