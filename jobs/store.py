@@ -30,7 +30,6 @@ from jobs.schema import (
     DELIVERIES,
     JOBS,
     PAUSES,
-    check_schema,
     connect,
     end_job,
     fetch_job,
@@ -80,27 +79,6 @@ class JobStore:
             engine.dispose()
             raise
         return cls(engine, clock)
-
-    @classmethod
-    def open_to_read(cls, url_or_path: str | Path) -> Self | None:
-        """Open the store without creating anything. Returns None if the store has no tables yet.
-
-        Raises OtherSchema if another version of hotpush wrote the store.
-        """
-        engine = connect(url_or_path, only_reads=True)
-        try:
-            revision = check_schema(engine)
-        except BaseException:
-            engine.dispose()
-            raise
-        if revision is None:
-            engine.dispose()
-            return None
-        return cls(engine)
-
-    def create_tables(self) -> None:
-        """Create the tables if the database has none."""
-        migrate(self._engine)
 
     def close(self) -> None:
         self._engine.dispose()

@@ -165,18 +165,6 @@ def test_a_running_job_that_the_store_has_lost_is_killed_and_other_jobs_go_on(ho
     assert house.ended(job).state == "COMPLETED"
 
 
-def test_a_runner_makes_the_deleted_file_of_its_store_anew(house: House, tmp_path: Path) -> None:
-    house.run()
-    lost = house.store.submit(program("sleep_until_stopped"))
-    (pid,) = pids_in(house.log(lost))
-    for file in tmp_path.glob("jobs.db*"):
-        file.unlink()
-    until(lambda: is_gone(pid))
-    job = house.store.submit(program("write_outcome", "promoted", "0"))
-    assert job.id == lost.id
-    assert house.ended(job).state == "COMPLETED"
-
-
 def test_a_module_that_cannot_be_imported_in_advance_is_done_without(house: House) -> None:
     house.run_process("tests.jobs_broken_module", "no_such_module", "json")
     job = house.store.submit(program("write_outcome", "promoted", "0"))
