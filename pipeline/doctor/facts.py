@@ -267,24 +267,15 @@ def advice_after_refusal(jobs: Sequence[Job]) -> str | None:
     if last is None or last.result != "rejected":
         return None
     revision = (last.dataset_revision or "unknown")[:12]
+    step = WAYS_ON
+    # The other job may already train on a correction.
+    if (current := next((job for job in jobs if not job.has_ended), None)) is not None:
+        state = "running" if current.state == "RUNNING" else "pending"
+        step = f"wait for job {current.id}, which is {state}: pipeline jobs wait {current.id}"
     return (
         f"the gate rejected {revision}, and the job of the next commit trains on the rows of "
-        f"{revision} again; {next_step(jobs, WAYS_ON)}"
+        f"{revision} again; {step}"
     )
-
-
-def next_step(jobs: Sequence[Job], step: str) -> str:
-    """What the user can do after the last job that ended. If no other job runs or waits to run,
-    this is `step`. Otherwise, this is a text that tells the user to wait for the other job, because
-    the other job may already train on a correction.
-
-    jobs: the newest jobs of a pipeline, newest first.
-    """
-    current = next((job for job in jobs if not job.has_ended), None)
-    if current is None:
-        return step
-    state = "running" if current.state == "RUNNING" else "pending"
-    return f"wait for job {current.id}, which is {state}: pipeline jobs wait {current.id}"
 
 
 def _has_decided(outcome: JobOutcome | None) -> bool:
