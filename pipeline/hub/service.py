@@ -35,7 +35,7 @@ from starlette.types import Scope
 
 from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
 from jobs.store import JobStore
-from pipeline.hub.database import REPOS, Database, open_database, read_only, tokens
+from pipeline.hub.database import REPOS, Database, read_only, tokens
 from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
@@ -95,20 +95,6 @@ def folder_of(root: Path, name: RepositoryName) -> Path | None:
     with read_only(database_path(root)) as connection:
         row = connection.execute(named, (name.type, name.owner, name.name)).fetchone()
     return None if row is None else root / REPOS / f"{row[0]}.git"
-
-
-@contextlib.contextmanager
-def stopped_hub(root: Path) -> Iterator[Repositories]:
-    """Opens the repositories and the database of a hub that does not run. No hub can start in this
-    folder until the `with` block ends. Raises HubInUse if a hub runs."""
-    with only_hub_in(root):
-        database = open_database(database_path(root))
-        try:
-            repositories = Repositories(root.absolute(), database)
-            repositories.remove_incomplete()
-            yield repositories
-        finally:
-            database.close()
 
 
 @dataclass(frozen=True, kw_only=True)

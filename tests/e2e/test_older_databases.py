@@ -73,7 +73,7 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 def bring_repository(hub_folder: Path) -> str:
     """Makes a dataset with one commit, which the hub finds at its start. Returns the sha."""
     from pipeline.hub.repositories import RepositoryName
-    from pipeline.hub.service import stopped_hub
+    from tests.hub_fixtures import stopped_hub
 
     with stopped_hub(hub_folder) as repositories:
         name = RepositoryName(type="dataset", owner="local", name="facts")
