@@ -23,7 +23,6 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from jobs.errors import JobError, StoreError
-from jobs.folder import STALE, is_temporary_file
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.paths import Home
@@ -32,7 +31,6 @@ from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import RETRAINING
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
 from serving.errors import ReleaseError
-from serving.weights.atomic_file import is_replacement
 from serving.weights.release_store import load_release, release_ids
 
 logger = logging.getLogger(__name__)
@@ -316,16 +314,9 @@ def remove_unneeded_files(job: Job, job_dir: Path) -> None:
     """Remove files that only a running job needs. Call this when the job has ended. If the job is a
     built-in retraining, this function removes the job's checkpoints, because only another attempt
     of the job would need them. If the user's own trainer wrote a folder `checkpoints`, this folder
-    stays.
-
-    For every job, this function removes temporary files that killed processes have left in the
-    folder: those of hotpush's own writers, and no others.
-    """
+    stays."""
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
-    for path in job_dir.glob(".*"):
-        if (is_temporary_file(path.name) or is_replacement(path.name)) and not path.is_dir():
-            path.unlink(missing_ok=True)
 
 
 def prune_job_folders(
@@ -335,11 +326,6 @@ def prune_job_folders(
     removed folders.
 
     The jobs and their outcomes stay in the store. `kept` has the ids of jobs whose folders stay.
-
-    After a database was lost, a new job may get the id of an old job. `prepare_job_folder`
-    (`jobs/folder.py`) then renames the folder of the old job. This function also removes a renamed
-    folder if the modification time of the folder itself is more than `keep_days` ago. (This time
-    changes when a file is added to the folder or removed, not when a file is written to.)
     """
     before = time.time() - 86400 * keep_days
     removed = []
@@ -347,10 +333,6 @@ def prune_job_folders(
         if job_id not in kept and (jobs_dir / job_id).is_dir():
             shutil.rmtree(jobs_dir / job_id)
             removed.append(job_id)
-    for folder in jobs_dir.glob(f"j*{STALE}*"):
-        if folder.stat().st_mtime < before:
-            shutil.rmtree(folder)
-            removed.append(folder.name)
     if removed:
         logger.info("removed the folders of %d jobs: %s", len(removed), ", ".join(removed))
     return removed
