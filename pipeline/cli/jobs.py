@@ -148,19 +148,14 @@ def logs(
 
 
 @app.command(cls=ChangesStack)
-def cancel(
-    job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
-) -> None:
+def cancel(job: JobArgument = None, latest: LatestOption = False) -> None:
     """Cancel a job: remove a pending job from the queue, or stop a running job."""
     with open_job_store(load_settings(), project_home()) as store:
         found = find_job(store, job, latest)
         if found.has_ended:
             raise PipelineError(f"{found.id} has already ended: {found.state}")
         state = store.cancel(found.id).state
-    if as_json:
-        print(json.dumps({"job": found.id, "state": state}))
-    else:
-        print(f"{found.id} {'is cancelled' if state == 'CANCELED' else 'was asked to stop'}")
+    print(f"{found.id} {'is cancelled' if state == 'CANCELED' else 'was asked to stop'}")
 
 
 @app.command()

@@ -287,15 +287,11 @@ def prune(
         int | None, typer.Option(min=0, help="How many to keep. Default: `keep` in the settings.")
     ] = None,
     pipeline: PipelineOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Remove old releases. The served, the pending and the pinned releases always stay."""
     num_kept = keep if keep is not None else load_settings().pipeline(pipeline).keep
     removed = release_store.prune(_folder(pipeline), num_kept)
-    if as_json:
-        print(json.dumps({"removed": removed}))
-    else:
-        print("removed " + (", ".join(removed) or "nothing"))
+    print("removed " + (", ".join(removed) or "nothing"))
 
 
 @app.command(cls=ChangesStack)

@@ -288,13 +288,11 @@ def test_the_way_back_from_a_damaged_release(configure: Configure) -> None:
     assert release_store.pending_release(folder) == first.id
 
 
-def test_verify_prune_and_show_print_json(configure: Configure) -> None:
+def test_verify_and_show_print_json(configure: Configure) -> None:
     folder = configure(1)
     ids = [echo_release(folder, seed).id for seed in (1, 2, 3)]
     assert json.loads(pipeline("releases", "show", ids[0], "--json").output)["id"] == ids[0]
-    assert json.loads(pipeline("releases", "prune", "--keep", "2", "--json").output) == {
-        "removed": ids[:1]
-    }
+    assert pipeline("releases", "prune", "--keep", "2").stdout == f"removed {ids[0]}\n"
     (folder / ids[2] / "tokenizer.json").unlink()
     result = pipeline("releases", "verify", "--json")
     assert result.exit_code == 1

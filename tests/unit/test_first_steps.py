@@ -90,7 +90,7 @@ def test_every_command_that_changes_something_names_its_stack(
         "hub tokens revoke t1",
     ):
         assert CliRunner().invoke(app, command.split()).stderr.startswith(named), command
-    for command in ("status", "jobs ls", "releases ls", "env", "releases prune --json"):
+    for command in ("status", "jobs ls", "releases ls", "env", "releases publish x --json"):
         assert named not in CliRunner().invoke(app, command.split()).stderr, command
     (notes / "pipeline.toml").write_text("[[pipelines]")
     assert "pipeline none" in CliRunner().invoke(app, ["releases", "rollback"]).stderr
