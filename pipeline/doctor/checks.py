@@ -7,15 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
 
-from jobs.errors import JobError
 from jobs.process import is_suspended
-from jobs.schema import SCHEMA_REVISION as JOBS_SCHEMA
 from pipeline.doctor.facts import READ_IT, Facts, Finding, ok, state_of, wrong
 from pipeline.errors import PipelineError
-from pipeline.hub.database import check_database, read_only
+from pipeline.hub.database import read_only
 from pipeline.hub.errors import HubError
 from pipeline.paths import settings_file
-from pipeline.runner.job_store import NOWHERE, reading_jobs
 from pipeline.settings import PipelineSettings
 from pipeline.stack.record import stale_settings
 from pipeline.stack.subscriptions import ROUTE, other_hubs, own_webhook, unwatched_datasets
@@ -79,27 +76,6 @@ def check_state_folder(facts: Facts) -> Iterator[Finding]:
         yield wrong("tokens", readable, f"chmod 600 {file}")
     else:
         yield ok("tokens", f"only its owner can read {file}")
-
-
-def check_databases(facts: Facts) -> Iterator[Finding]:
-    found: str | None
-    try:
-        found = check_database(facts.home.hub_dir / "hub.sqlite")
-    except HubError as error:
-        yield wrong("hub database", str(error), READ_IT)
-    else:
-        yield ok("hub database", _schema(found))
-    try:
-        with reading_jobs(facts.settings, facts.home) as store:
-            found = None if store.location == NOWHERE else JOBS_SCHEMA
-    except JobError as error:
-        yield wrong("job database", str(error), READ_IT)
-    else:
-        yield ok("job database", _schema(found))
-
-
-def _schema(found: str | None) -> str:
-    return "does not exist yet; the first start creates it" if found is None else f"schema {found}"
 
 
 def check_training(facts: Facts) -> Iterator[Finding]:
@@ -300,7 +276,6 @@ def _check_release(folder: Path) -> Iterator[Finding]:
 CHECKS: tuple[Check, ...] = (
     check_programs,
     check_state_folder,
-    check_databases,
     check_training,
     check_services,
     check_webhooks,

@@ -50,7 +50,7 @@ class Finding(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     check: str
-    """What was checked, in one or two words, such as `git` or `hub database`."""
+    """What was checked, in one or two words, such as `git` or `webhook`."""
     level: Literal["ok", "wrong"]
     message: str
     next_step: str | None = None
