@@ -76,7 +76,7 @@ def _facts_of(pipeline: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         # `is_live` is false if no server reports a served release. `served` then is the release
         # that was served last, as the disk records it.
-        origin = _origin(served, pipeline["dataset_head"], pipeline["head_changes_no_row"])
+        origin = _origin(served, pipeline["dataset_head"])
         yield "serves" if served["is_live"] else "served last", f"{served['release']}, {origin}"
         if served["stands_in_for"]:
             yield "damaged", _substitute_note(served)
@@ -124,7 +124,7 @@ def status_report(home: Home, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -> str:
+def _origin(served: dict[str, Any], head: str | None) -> str:
     if served["unreadable"]:
         return f"unreadable: {served['unreadable']}"
     trained_on = served["dataset_revision"] or "no dataset"
@@ -132,8 +132,7 @@ def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool)
         return f"trained on {trained_on[:12]}"
     if head == trained_on:
         return f"trained on {trained_on[:12]}, the newest commit"
-    note = ", which changes no row" if head_changes_no_row else ""
-    return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}{note}"
+    return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}"
 
 
 def _substitute_note(served: dict[str, Any]) -> str:

@@ -171,15 +171,6 @@ class Facts:
             "dataset": pipeline.dataset,
             "ref": pipeline.ref,
             "dataset_head": head,
-            "head_changes_no_row": any(
-                job.outcome is not None
-                and job.outcome.result == "unchanged"
-                and job.outcome.stage != "claim"
-                and job.outcome.served_release in (None, served and served["release"])
-                and job.spec.revisions is not None
-                and job.spec.revisions.new_sha == head
-                for job in jobs
-            ),
             "served": served,
             "pending_release": pending_release(self.releases_dir(pipeline)),
             "queue_age_seconds": max(
