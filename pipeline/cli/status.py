@@ -15,7 +15,6 @@ from pipeline.doctor.facts import Facts, state_of
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.stack.record import running_settings
-from receiver.errors import ReceiverError
 
 app = typer.Typer()
 
@@ -96,16 +95,9 @@ def status_report(home: Home, settings: Settings) -> dict[str, Any]:
     """The report that `--json` prints."""
     facts, now = Facts(home, settings), time.time()
     record = facts.stack
-    try:
-        webhooks = facts.webhooks
-    except ReceiverError:  # `check_webhooks` tells why
-        webhooks = ()
     return {
         "home": str(home.root),
         "notices": [str(each) for each in faults(facts, (check_services, check_webhooks))],
-        "suspended_webhooks": [
-            {"id": each.id, "url": each.url} for each in webhooks if each.status == "suspended"
-        ],
         "engine": asdict(facts.engine),
         "uptime_seconds": round(now - record.started_at, 1) if record else None,
         "services": [

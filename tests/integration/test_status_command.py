@@ -119,14 +119,10 @@ def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> Non
     id = hub.api.create_webhook(
         url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}]
     ).id
-    assert json.loads(pipeline("status", "--json"))["suspended_webhooks"] == []
+    loud = f"! webhook: {id} is suspended"
+    assert loud not in pipeline("status")
     hub.request("POST", f"/api/settings/webhooks/{id}/test")
-
-    def suspended() -> Any:
-        return json.loads(pipeline("status", "--json"))["suspended_webhooks"]
-
-    wait_until(lambda: suspended() == [{"id": id, "url": receiver.url}])
-    assert f"! webhook: {id} is suspended" in pipeline("status")
+    wait_until(lambda: loud in pipeline("status"))
     assert any(f"{id} is suspended" in message for message, _ in wrong())
 
 
@@ -134,7 +130,7 @@ def test_doctor_names_a_watch_that_never_fires(hub: RunningHub) -> None:
     hub.create_dataset("local/facts")
     watched = [{"type": "dataset", "name": "local/fatcs"}]
     id = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=watched).id
-    told = f"{id}: there is no dataset:local/fatcs here; did you mean dataset:local/facts?"
+    told = f"{id}: there is no dataset:local/fatcs here"
     assert told in [message for message, _ in wrong()]
     hub.create_dataset("local/fatcs")
     assert told not in [message for message, _ in wrong()]
