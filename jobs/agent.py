@@ -186,7 +186,7 @@ class _Agent:
         self._store = JobStore.open(attempt.store)
         job = self._job = self._store.started(attempt.job_id, attempt.owner, name_of(self._me))
         try:
-            stale = prepare_job_folder(job_dir, job.identity)
+            prepare_job_folder(job_dir, job.identity)
             (job_dir / OUTCOME).unlink(missing_ok=True)
             write_by_rename(job_dir / SPEC, job.spec.model_dump_json(indent=2))
             if job.payload is not None:
@@ -196,12 +196,6 @@ class _Agent:
             code = TEMPORARY_FAILURE if is_temporary(error) else 1
             self._exit = Exit(code=code, error=f"{job.id} could not start: {error}")
             return
-        if stale is not None:
-            logger.warning(
-                "Folder %s belonged to another database, so it was renamed to %s.",
-                job_dir,
-                stale.name,
-            )
         os.write(self._go, b"1")
 
     def _watch(self) -> None:

@@ -3,10 +3,9 @@
 A job's command adds its own files to the folder. The module uses only the standard library.
 """
 
-import itertools
 import json
 import os
-import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,12 @@ PAYLOAD = "payload.json"
 OUTCOME = "outcome.json"
 """The command may write its `JobOutcome` into this file. A retraining does so as its last step.
 When the job's next attempt begins, this file is removed."""
-STALE = ".stale-"
-"""If a folder belongs to a job of another database, `prepare_job_folder` adds this text and a
-number to the folder's name."""
 LOG = "log.txt"
 """The output of the command, from all attempts of the job."""
 COMPUTING = "computing"
 """This file is in the folder that contains all job folders. The agent of every running job holds a
 shared lock on this file. While any agent holds the lock, a completion server with the torch engine
 computes with one thread fewer, so that a core stays free for the jobs."""
-
-_WRITTEN = (IDENTITY, SPEC, PAYLOAD)
-"""The files of a job's folder that this package writes."""
 
 
 def write_by_rename(path: Path, content: str, *, durable: bool = False, mode: int = 0o666) -> None:
@@ -59,12 +52,6 @@ def write_by_rename(path: Path, content: str, *, durable: bool = False, mode: in
         fsync_dir(path.parent)
 
 
-def is_temporary_file(name: str) -> bool:
-    """Whether `write_by_rename` gives this name to a temporary file, when this package writes a
-    file of a job's folder."""
-    return re.fullmatch(rf"\.({'|'.join(map(re.escape, _WRITTEN))})\.\d+", name) is not None
-
-
 def read_json(path: Path) -> Any:
     """The JSON in a file that `write_by_rename` wrote. None if the file is missing, or if it is
     not valid JSON because a power cut lost its content. Raises OSError."""
@@ -75,7 +62,7 @@ def read_json(path: Path) -> Any:
 
 
 def is_of_another_job(folder: Path, identity: dict[str, Any]) -> bool:
-    """Whether a job of another database has left this folder. It is renamed when an attempt of the
+    """Whether a job of another database has left this folder. It is removed when an attempt of the
     job with this `identity` begins. True if nobody can tell whose folder it is. Raises OSError if
     `job.json` cannot be read for a temporary cause."""
     try:
@@ -98,26 +85,14 @@ def read_log(folder: Path, identity: dict[str, Any], offset: int) -> bytes:
         return b""
 
 
-def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:
+def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> None:
     """Make sure that `folder` exists and belongs to the job with this `identity`, which is the
-    content of `job.json`.
-
-    If the folder belongs to another job, rename it and make a new folder. Returns the path of the
-    renamed folder, or None if no folder was renamed. A folder that belongs to this job keeps all
-    files of earlier attempts.
-    """
-    stale = None
+    content of `job.json`. Removes a folder that a job of another database has left. A folder that
+    belongs to this job keeps all files of earlier attempts."""
     if (folder / SPEC).exists() and read_json(folder / IDENTITY) != identity:
-        stale = _unused_stale_name(folder)
-        folder.rename(stale)
+        shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_by_rename(folder / IDENTITY, json.dumps(identity))
-    return stale
-
-
-def _unused_stale_name(folder: Path) -> Path:
-    names = (folder.with_name(f"{folder.name}{STALE}{n}") for n in itertools.count(1))
-    return next(name for name in names if not name.exists())
 
 
 def fsync_dir(folder: Path) -> None:

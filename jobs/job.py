@@ -38,9 +38,6 @@ MAX_INLINE_BYTES = 96 * 1024
 """A payload with more bytes than this is shortened before it is put into a variable, because Linux
 refuses to start a process if one of its variables has 128 KiB or more."""
 
-_MAX_ITEMS, _MAX_CHARACTERS = 128, 1024
-"""What is left of each list and each text of a payload that is shortened."""
-
 COMMITTER_DOMAIN = "jobs.hotpush.invalid"
 """When a job makes a git commit, the committer's email address has this domain. So the commits of
 jobs can be distinguished from the commits of people."""
@@ -344,30 +341,10 @@ def job_environment(
 
 
 def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -> str:
-    """The payload as valid JSON of at most `max_bytes`.
-
-    If the payload is longer, its lists and texts are shortened, and the result also has
-    `"truncated": true`. If the payload has `updatedFiles`, the shortened result also has
-    `"updatedFilesTruncated": true`. If the shortened payload is still too long, the result has only
-    these flags.
-    """
-    complete = json.dumps(payload)
-    if len(complete) <= max_bytes:
-        return complete
-    flags = {"truncated": True}
-    if "updatedFiles" in payload:
-        flags["updatedFilesTruncated"] = True
-    cut = json.dumps({**_shorten(payload), **flags})
-    return cut if len(cut) <= max_bytes else json.dumps(flags)
-
-
-def _shorten(value: Any) -> Any:
-    match value:
-        case str():
-            return value[:_MAX_CHARACTERS]
-        case list():
-            return [_shorten(item) for item in value[:_MAX_ITEMS]]
-        case dict():
-            return {name: _shorten(each) for name, each in value.items()}
-        case _:
-            return value
+    """The payload as valid JSON of at most `max_bytes`. If it is longer, its longest fields are
+    left out, and the result has `"truncated": true`."""
+    text, names = json.dumps(payload), sorted(payload, key=lambda name: len(str(payload[name])))
+    while len(text) > max_bytes:
+        names.pop()
+        text = json.dumps({**{name: payload[name] for name in names}, "truncated": True})
+    return text

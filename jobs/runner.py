@@ -6,7 +6,6 @@ runner ends the attempt: at once if the agent was on the runner's own machine, o
 lease has run out. The job then normally gets another attempt.
 """
 
-import contextlib
 import itertools
 import logging
 import os
@@ -123,8 +122,6 @@ class Runner:
                     raise  # do not try again: the next runner finds the agents
                 # A failed step can safely be repeated, so try again.
                 logger.error("%s Trying again.", error)
-                with contextlib.suppress(StoreError):
-                    self._store.create_tables()  # somebody may have deleted the SQLite file
                 stop.wait(_SECONDS_AFTER_ERROR)
                 idle = False
             if (stop.is_set() and not self._running) or idle:

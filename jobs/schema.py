@@ -11,7 +11,6 @@ more jobs.
 """
 
 import json
-import os
 import re
 import sqlite3
 import time
@@ -44,8 +43,7 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.exc import ArgumentError, DisconnectionError, NoSuchModuleError, SQLAlchemyError
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from jobs.errors import JobNotFound, LeaseLost, OtherSchema, StoreError
 from jobs.job import Job, final_state
@@ -101,9 +99,6 @@ JOBS = Table(
     Index("jobs_by_state", "state", "run_after"),
     Index("jobs_by_head", "head"),
     Index("jobs_to_handle", "ended_at", **_where("ended_at IS NOT NULL AND handled_at IS NULL")),
-    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. Otherwise a new job
-    # could get this number, and with it the folder of the deleted job, which may still exist.
-    sqlite_autoincrement=True,
 )
 
 DELIVERIES = Table(
@@ -136,12 +131,10 @@ CHANGES = Table("changes", METADATA, Column("number", Integer, primary_key=True)
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
 
 
-def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
+def connect(url_or_path: str | Path) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
-    With `only_reads`, a SQLite file is opened read-only. A missing file is then not created, and
-    the first read fails. Raises StoreError if the URL cannot be used, or if the path is in a folder
-    that does not exist.
+    Raises StoreError if the URL cannot be used, or if the path is in a folder that does not exist.
     """
     given = str(url_or_path)
     options: dict[str, Any] = {}
@@ -161,9 +154,6 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
             options["pool_pre_ping"] = True
         elif url.get_backend_name() != "sqlite":
             raise ValueError("neither SQLite nor Postgres")
-        elif only_reads:
-            file = f"{Path(url.database or '').absolute().as_uri()}?mode=ro"
-            options["creator"] = lambda: sqlite3.connect(file, uri=True, check_same_thread=False)
         engine = create_engine(url, **options)
     except (ArgumentError, ValueError, ImportError, NoSuchModuleError):
         # Show neither the rest of the URL nor the text of the error, because both may hold the
@@ -177,44 +167,15 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
             "to install it, run in the folder of hotpush: pip install -e '.[postgres]'"
         ) from None
     if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _set_busy_timeout if only_reads else _set_up_sqlite)
+        event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
-        _follow_file(engine)
     return engine
 
 
-def _file_of(engine: Engine) -> tuple[int, int] | None:
-    """The device and the inode of the SQLite file that the path names now. None if there is no such
-    file."""
-    try:
-        found = os.stat(engine.url.database or "")
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def _follow_file(engine: Engine) -> None:
-    """Make the pool connect again if the path names another file now. An old connection would go on
-    with a file that other processes do not see any more."""
-
-    @event.listens_for(engine, "connect")
-    def note(_connection: object, record: ConnectionPoolEntry) -> None:
-        record.info["file"] = _file_of(engine)
-
-    @event.listens_for(engine, "checkout")
-    def compare(_connection: object, record: ConnectionPoolEntry, _proxy: object) -> None:
-        if record.info["file"] != _file_of(engine):
-            raise DisconnectionError("The file of the database was replaced.")
-
-
-def _set_busy_timeout(dbapi_connection: Any, _record: object) -> None:
+def _set_up_sqlite(dbapi_connection: Any, _record: object) -> None:
     dbapi_connection.isolation_level = None  # the driver must not begin transactions by itself
-    dbapi_connection.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")
-
-
-def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
-    _set_busy_timeout(dbapi_connection, record)
     cursor = dbapi_connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")
     _use_wal(cursor)
     # With WAL (the write-ahead log), the usual value is NORMAL. But with NORMAL, a power cut can
     # lose the last transactions. So use FULL: once a sender has got its answer, the delivery must
@@ -302,8 +263,9 @@ schemas, records its revisions."""
 def migrate(engine: Engine) -> None:
     """Create the tables in one transaction. Raises OtherSchema, and changes nothing, if another
     version of hotpush wrote the database."""
-    if check_schema(engine) == SCHEMA_REVISION:
-        return
+    with reading(engine) as connection:
+        if _checked_revision(engine, connection) is not None:
+            return
     with locked(engine) as connection:
         # Check again under the write lock, because another process may have created the tables
         # since the first check.
@@ -314,15 +276,6 @@ def migrate(engine: Engine) -> None:
             connection.execute(
                 text("INSERT INTO alembic_version VALUES (:head)"), {"head": SCHEMA_REVISION}
             )
-
-
-def check_schema(engine: Engine) -> str | None:
-    """The revision of the store's schema; None if there are no tables yet. Changes nothing.
-
-    Raises OtherSchema.
-    """
-    with reading(engine) as connection:
-        return _checked_revision(engine, connection)
 
 
 def _checked_revision(engine: Engine, connection: Connection) -> str | None:

@@ -20,7 +20,6 @@ from jobs.outcome import JobOutcome
 from jobs.queue import (
     claim_job,
     final_failure,
-    forget_jobs,
     give_way,
     is_claimable,
     is_waiting,
@@ -31,7 +30,6 @@ from jobs.schema import (
     DELIVERIES,
     JOBS,
     PAUSES,
-    check_schema,
     connect,
     end_job,
     fetch_job,
@@ -53,9 +51,9 @@ class JobStore:
     StoreError if the database fails.
 
     A method that fails has changed nothing, because each method is one transaction. There are two
-    exceptions. `forget` and `replace_reasons` use several transactions, so they may have done a
-    part of their work when they fail. And if the connection to Postgres breaks during a commit, the
-    method raises StoreError, but the change may be stored.
+    exceptions. `replace_reasons` uses several transactions, so it may have done a part of its work
+    when it fails. And if the connection to Postgres breaks during a commit, the method raises
+    StoreError, but the change may be stored.
 
     All times are seconds since the epoch. `clock` returns the present time. Default: the clock that
     `open` describes.
@@ -81,27 +79,6 @@ class JobStore:
             engine.dispose()
             raise
         return cls(engine, clock)
-
-    @classmethod
-    def open_to_read(cls, url_or_path: str | Path) -> Self | None:
-        """Open the store without creating anything. Returns None if the store has no tables yet.
-
-        Raises OtherSchema if another version of hotpush wrote the store.
-        """
-        engine = connect(url_or_path, only_reads=True)
-        try:
-            revision = check_schema(engine)
-        except BaseException:
-            engine.dispose()
-            raise
-        if revision is None:
-            engine.dispose()
-            return None
-        return cls(engine)
-
-    def create_tables(self) -> None:
-        """Create the tables if the database has none."""
-        migrate(self._engine)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -376,17 +353,7 @@ class JobStore:
         with writing(self._engine) as connection:
             update_job(connection, job_id, handled_at=self._now(connection))
 
-    # Deleting old jobs and reasons
-
-    def forget(self, before: float, *, newest: int, kept: Collection[str] = ()) -> Sequence[str]:
-        """Delete the jobs that ended earlier than the time `before`, and the deliveries of these
-        jobs. Returns the ids of the deleted jobs.
-
-        Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
-        pipeline, and the last `newest` plain commands. If a sender repeats a deleted delivery, the
-        delivery counts as new.
-        """
-        return forget_jobs(self._engine, before, newest=newest, kept=kept)
+    # Deleting reasons
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
         """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must

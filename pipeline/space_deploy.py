@@ -64,9 +64,9 @@ class Deployed:
     url: str
     """The URL of the Space's page."""
     files: tuple[str, ...]
-    """The paths of the files that were sent, or that would be sent without `dry_run`."""
-    commit: str | None
-    """The commit that was made in the Space; None if nothing was sent."""
+    """The paths of the files that were sent."""
+    commit: str
+    """The commit that was made in the Space."""
 
 
 def deploy(
@@ -76,10 +76,9 @@ def deploy(
     *,
     endpoint: str,
     token: str | None,
-    dry_run: bool = False,
 ) -> Deployed:
-    """Create the Space, or update it if it exists. With `dry_run`, send nothing. Raises
-    PipelineError for a wrong folder, and WebhookApiError if the hub fails.
+    """Create the Space, or update it if it exists. Raises PipelineError for a wrong folder, and
+    WebhookApiError if the hub fails.
 
     `folder` has the user's files. If it is None, the Space gets an `app.py` that shows how to
     begin. `secret` becomes the Space's secret `WEBHOOK_SECRET`.
@@ -92,27 +91,25 @@ def deploy(
         _write_space(made, space.partition("/")[2], folder)
         found = (each for each in made.rglob("*") if each.is_file())
         files = tuple(sorted(each.relative_to(made).as_posix() for each in found))
-        commit = None
-        if not dry_run:
-            with hub_errors(endpoint, f"the deployment of the Space {space}"):
-                api.create_repo(space, repo_type="space", space_sdk="gradio", exist_ok=True)
-                # Set the secret before the upload, because the app does not start without the
-                # secret.
-                api.add_space_secret(
-                    space,
-                    SECRET,
-                    secret,
-                    description="Shows that a delivery comes from your webhook",
-                )
-                commit = api.upload_folder(
-                    repo_id=space,
-                    repo_type="space",
-                    folder_path=made,
-                    commit_message="Deploy the receiver",
-                    # The Space may have an older version of the packages. Delete the files of the
-                    # older version that the new version does not have.
-                    delete_patterns=list(PACKAGES) if _uses_receiver(made / APP) else None,
-                ).oid
+        with hub_errors(endpoint, f"the deployment of the Space {space}"):
+            api.create_repo(space, repo_type="space", space_sdk="gradio", exist_ok=True)
+            # Set the secret before the upload, because the app does not start without the
+            # secret.
+            api.add_space_secret(
+                space,
+                SECRET,
+                secret,
+                description="Shows that a delivery comes from your webhook",
+            )
+            commit = api.upload_folder(
+                repo_id=space,
+                repo_type="space",
+                folder_path=made,
+                commit_message="Deploy the receiver",
+                # The Space may have an older version of the packages. Delete the files of the
+                # older version that the new version does not have.
+                delete_patterns=list(PACKAGES) if _uses_receiver(made / APP) else None,
+            ).oid
         url = f"{endpoint.rstrip('/')}/spaces/{space}"
         return Deployed(url=url, files=files, commit=commit)
 

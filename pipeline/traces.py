@@ -54,9 +54,7 @@ class Traces:
     of the repository."""
     job_folders: tuple[Path, ...] = ()
     """The folders of the jobs in `job_ids` that still exist, and folders of jobs of an earlier
-    database. The runner renames such an old folder to `<id>.stale-<number>` if a new job has the
-    same id. `job_ids` does not contain the id of a renamed folder, because this id now belongs to
-    the new job."""
+    database."""
     job_ids: tuple[str, ...] = ()
     """The jobs that were started for one of the commits, or that read rows of one of the commits.
     """
@@ -116,7 +114,7 @@ def find_traces(
         return Traces()
     is_dataset = type == "dataset"
     folders = _job_folders(home, commits) if is_dataset else []
-    ids = {folder.name for folder in folders if "." not in folder.name}
+    ids = {folder.name for folder in folders}
     if is_dataset:
         ids |= {job.id for sha in commits for job in store.of_commit(sha)}
     caches = _caches(home, type, name, commits)

@@ -8,14 +8,13 @@ follows. It ignores all other events, and its answer says why an event was ignor
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.errors import StoreError
@@ -28,8 +27,6 @@ from receiver.webhooks_server import WebhooksServer
 logger = logging.getLogger(__name__)
 
 Answer = dict[str, str | list[str]]
-
-_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15)
 
 
 def retrain_handler(
@@ -106,20 +103,12 @@ def _storable(text: str) -> str:
 
 
 def measure(server: WebhooksServer) -> None:
-    """Count the requests to the handlers, measure how long their answers take, and add the route
-    `/metrics`."""
+    """Count the requests to the handlers, and add the route `/metrics`."""
     registry = CollectorRegistry()
     requests = Counter(
         "receiver_requests",
         "Requests by path and HTTP status, including refused requests",
         ["path", "status"],
-        registry=registry,
-    )
-    seconds = Histogram(
-        "receiver_seconds",
-        "Seconds from a request to its answer",
-        ["path"],
-        buckets=_SECONDS,
         registry=registry,
     )
 
@@ -131,7 +120,7 @@ def measure(server: WebhooksServer) -> None:
                 return
 
             # If the handler raises an error, Starlette answers 500, after this function has ended.
-            status, began = 500, time.perf_counter()
+            status = 500
 
             async def send_noting_status(message: Message) -> None:
                 nonlocal status
@@ -142,7 +131,6 @@ def measure(server: WebhooksServer) -> None:
                 await app(scope, receive, send_noting_status)
             finally:
                 requests.labels(path, status).inc()
-                seconds.labels(path).observe(time.perf_counter() - began)
 
         return call
 

@@ -91,7 +91,6 @@ def create_webhook(
     watched: Watched,
     domains: Sequence[str] | None = None,
     secret: str | None = None,
-    secrets: Mapping[str, str] | None = None,
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
@@ -100,13 +99,13 @@ def create_webhook(
 
     `domains` lists the kinds of events: `repo`, `discussion`, or both. If `domains` is None, the
     hub uses its default. The deliveries to `url` carry `secret`, which proves that the hub sent
-    them. Each copy of the job gets `secrets` as environment variables.
+    them.
     """
     if url is None and job_id is None:
         raise ValueError("Missing argument for webhook: `url` or `job_id`.")
     if not watched:
         raise ValueError("A webhook needs something to watch: set `watched` to at least one item.")
-    body = _body(url, job_id, watched, domains or get_args(Domain), secret, secrets)
+    body = _body(url, job_id, watched, domains or get_args(Domain), secret)
     answer = call_hub("POST", "webhooks", endpoint, token, body)
     return _webhook(answer).model_copy(update={"secret": secret})
 
@@ -134,7 +133,6 @@ def update_webhook(
     watched: Watched | None = None,
     domains: Sequence[str] | None = None,
     secret: str | None = None,
-    secrets: Mapping[str, str] | None = None,
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
@@ -142,7 +140,7 @@ def update_webhook(
     if watched is None:
         # A body without the list, or with an empty list, might remove all watched items.
         watched = get_webhook(webhook_id, endpoint=endpoint, token=token).watched
-    body = _body(url, job_id, watched, domains, secret, secrets)
+    body = _body(url, job_id, watched, domains, secret)
     return _webhook(call_hub("POST", f"webhooks/{webhook_id}", endpoint, token, body))
 
 
@@ -173,12 +171,9 @@ def _body(
     watched: Watched,
     domains: Sequence[str] | None,
     secret: str | None,
-    secrets: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     if url is not None and job_id is not None:
         raise ValueError("Set `url` or `job_id` but not both.")
-    if secrets is not None and job_id is None:
-        raise ValueError("`secrets` can only be set together with `job_id`.")
     items = [
         WatchedItem.parse(item) if isinstance(item, str) else WatchedItem.model_validate(item)
         for item in watched
@@ -189,7 +184,6 @@ def _body(
         "jobSourceId": job_id,
         "domains": None if domains is None else list(domains),
         "secret": secret,
-        "secrets": None if secrets is None else dict(secrets),
     }
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -26,9 +26,15 @@ from starlette.types import ASGIApp
 
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
+from pipeline.hub.database import open_database
 from pipeline.hub.database import repositories as table
-from pipeline.hub.repositories import Repository, RepositoryName, repository_name
-from pipeline.hub.service import Remarks, folder_of
+from pipeline.hub.repositories import (
+    Repositories,
+    Repository,
+    RepositoryName,
+    repository_name,
+)
+from pipeline.hub.service import Remarks, database_path, folder_of, only_hub_in
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server
 from tests.jobs_fixtures import until as wait_until
@@ -170,6 +176,19 @@ def listening_socket() -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     return listener
+
+
+@contextlib.contextmanager
+def stopped_hub(root: Path) -> Iterator[Repositories]:
+    """The repositories and the database of a hub that does not run."""
+    with only_hub_in(root):
+        database = open_database(database_path(root))
+        try:
+            repositories = Repositories(root.absolute(), database)
+            repositories.remove_incomplete()
+            yield repositories
+        finally:
+            database.close()
 
 
 @contextlib.contextmanager

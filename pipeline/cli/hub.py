@@ -4,8 +4,6 @@ a commit that was pushed by mistake."""
 import json
 import shlex
 import sys
-from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,19 +13,8 @@ import typer
 from pipeline.cli.terminal import ChangesStack, JsonOption, print_table, project_home
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
-from pipeline.hub.errors import HubInUse
-from pipeline.hub.repositories import Repositories, RepositoryName, repository_name
-from pipeline.hub.routes.administration import (
-    Purge,
-    check_name,
-    collect_garbage,
-    create_token,
-    list_tokens,
-    plan_purge,
-    revoke_token,
-)
-from pipeline.hub.routes.administration import purge as purge_repository
-from pipeline.hub.service import stopped_hub
+from pipeline.hub.repositories import RepositoryName, repository_name
+from pipeline.hub.routes.administration import check_name
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store
@@ -81,19 +68,9 @@ def gc() -> None:
     that is based on it. A large file stays for at least an hour after its upload, because its
     commit may come later.
 
-    You can run this command while the hub is up, and also while the hub is down. A push to a
-    repository waits while this command works on the repository.
+    The hub must be up. A push to a repository waits while this command works on the repository.
     """
-
-    def collect(repositories: Repositories) -> Counter[str]:
-        with open_job_store(load_settings(), home) as store:
-            present = [one for one in repositories.all() if one.folder.exists()]
-            needed = partial(needed_commits, home, store)
-            found = (collect_garbage(one, repositories.database, needed) for one in present)
-            return sum(found, Counter[str]())
-
-    home = project_home()
-    removed = _on_hub(collect, "POST", "gc")
+    removed = _on_hub("POST", "gc")
     print(f"removed {removed['released']:,} commits that nothing needs, and their git objects")
     if large_bytes := removed["large_bytes"]:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
@@ -115,7 +92,7 @@ def purge(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove a commit for good. First take it out of every branch, tag and open pull request,
-    because this command fails if one of them still contains the commit.
+    because this command fails if one of them still contains the commit. The hub must be up.
 
     The command removes the commit, and all later commits that are based on it, from the repository.
     For a dataset, it also removes the copies that jobs downloaded, and the folders of the jobs that
@@ -131,7 +108,8 @@ def purge(
     owner, _, short = repository.partition("/")
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
-    planned = _purge("GET", name, sha)
+    path = f"purge/{name.type}s/{name.id}/{sha}"
+    planned = _on_hub("GET", path)
     commits = planned["commits"]
     with open_job_store(settings, home) as store:
         if waiting := jobs_in_the_way(store, type, name.id.lower(), commits):
@@ -152,7 +130,7 @@ def purge(
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
     # run still finds the commits in the repository, and so can finish the work. Do this even if the
     # repository does not have the commit: an interrupted purge may have left some of its files.
-    _purge("POST", name, sha)
+    _on_hub("POST", path)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
     if not is_found and not (releases and traces.releases):
         _print_what_stays(name, traces, releases)
@@ -165,30 +143,10 @@ def purge(
     _print_what_stays(name, traces, releases)
 
 
-def _purge(method: Literal["GET", "POST"], name: RepositoryName, sha: str) -> Any:
-    """Returns what a purge of this commit removes from the repository. With the `method` POST, also
-    carries out the purge; with GET, removes nothing."""
-
-    def act(repositories: Repositories) -> Purge:
-        purge_or_plan = plan_purge if method == "GET" else purge_repository
-        return purge_or_plan(repositories.find(name), repositories.database, sha)
-
-    return _on_hub(act, method, f"purge/{name.type}s/{name.id}/{sha}")
-
-
 def _on_hub(
-    act: Callable[[Repositories], Any],
-    method: Literal["GET", "POST", "DELETE"],
-    path: str,
-    query: dict[str, str] | None = None,
+    method: Literal["GET", "POST", "DELETE"], path: str, query: dict[str, str] | None = None
 ) -> Any:
-    """If no hub runs, calls `act` in this process, and returns its result. If a hub runs, sends a
-    request to this hub (`receiver.webhooks.call_hub`), and returns the JSON of the answer."""
-    try:
-        with stopped_hub(project_home().hub_dir) as repositories:
-            return act(repositories)
-    except HubInUse:
-        return call_hub(method, path, **hub_access(None), query=query)
+    return call_hub(method, path, **hub_access(None), query=query)
 
 
 def _removed(name: RepositoryName, planned: Any, traces: Traces, with_releases: bool) -> str:
@@ -243,30 +201,12 @@ def create(
     role: Annotated[
         str, typer.Option(help="What the token allows: read, or write (which includes read).")
     ] = "read",
-    repository: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TYPE:OWNER/NAME", help="Limit the token to this repository. May be repeated."
-        ),
-    ] = None,
 ) -> None:
     """Create a token and print it. The hub stores only the token's hash, so the token cannot be
     shown again.
-
-    The token is valid for all repositories, or for those that --repository names, such as
-    dataset:local/facts.
-
-    You can run this command while the hub is up, and also while the hub is down.
     """
     check_name(name)
-    reaches = repository or []
-    query = {"role": role} | ({"repositories": ",".join(reaches)} if reaches else {})
-    made = _on_hub(
-        lambda repositories: create_token(repositories, name, role, reaches),
-        "POST",
-        f"tokens/{name}",
-        query,
-    )
+    made = _on_hub("POST", f"tokens/{name}", {"role": role})
     print(made["token"])
     print("Store the token now: it cannot be shown again.", file=sys.stderr)
 
@@ -274,20 +214,12 @@ def create(
 @tokens.command(name="ls")
 def list_(as_json: JsonOption = False) -> None:
     """List the tokens: their names, what they may do, and when they were created."""
-    found = _on_hub(list_tokens, "GET", "tokens")
+    found = _on_hub("GET", "tokens")
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    rows = [
-        (
-            each["name"],
-            each["role"],
-            "all" if each["repositories"] is None else ", ".join(each["repositories"]),
-            each["createdAt"][:16],
-        )
-        for each in found
-    ]
-    headings = ("NAME", "ROLE", "REPOSITORIES", "CREATED")
+    rows = [(each["name"], each["role"], each["createdAt"][:16]) for each in found]
+    headings = ("NAME", "ROLE", "CREATED")
     print_table(headings, rows, empty="No token yet; create one: pipeline hub tokens create NAME")
 
 
@@ -295,5 +227,5 @@ def list_(as_json: JsonOption = False) -> None:
 def revoke(name: NameArgument) -> None:
     """Revoke a token. The hub refuses every later request that has this token."""
     check_name(name)
-    _on_hub(lambda repositories: revoke_token(repositories, name), "DELETE", f"tokens/{name}")
+    _on_hub("DELETE", f"tokens/{name}")
     print(f"revoked {name}")

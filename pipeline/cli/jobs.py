@@ -5,8 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -100,7 +98,8 @@ def inspect(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a job's state, outcome and commits. With --json, show everything about the job."""
+    """Print everything about a job, always as JSON; with --rows, what the model says instead of the
+    job's rows."""
     home = project_home()
     with reading_store(home) as store:
         found = find_job(store, job, latest)
@@ -111,11 +110,7 @@ def inspect(
         )
         _print_wrong(next(filter(None, records), None), as_json=as_json)
         return
-    if as_json:
-        print(json.dumps(as_record(found), indent=2))
-        return
-    for name, text in _facts(found, home):
-        print(f"{name:12}  {text}")
+    print(json.dumps(as_record(found), indent=2))
 
 
 def _print_wrong(found: WrongAnswers | None, *, as_json: bool) -> None:
@@ -153,19 +148,14 @@ def logs(
 
 
 @app.command(cls=ChangesStack)
-def cancel(
-    job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
-) -> None:
+def cancel(job: JobArgument = None, latest: LatestOption = False) -> None:
     """Cancel a job: remove a pending job from the queue, or stop a running job."""
     with open_job_store(load_settings(), project_home()) as store:
         found = find_job(store, job, latest)
         if found.has_ended:
             raise PipelineError(f"{found.id} has already ended: {found.state}")
         state = store.cancel(found.id).state
-    if as_json:
-        print(json.dumps({"job": found.id, "state": state}))
-    else:
-        print(f"{found.id} {'is cancelled' if state == 'CANCELED' else 'was asked to stop'}")
+    print(f"{found.id} {'is cancelled' if state == 'CANCELED' else 'was asked to stop'}")
 
 
 @app.command()
@@ -213,42 +203,6 @@ def runner(
 ) -> None:
     """Run the jobs of this state folder. `pipeline up` starts this command."""
     run_jobs(Home.find(), until_idle=until_idle, with_hub=with_hub)
-
-
-def _facts(job: Job, home: Home) -> Iterator[tuple[str, str]]:
-    """The names and values that `inspect` prints."""
-    outcome, revisions = job.outcome, job.spec.revisions
-    yield "job", job.id
-    yield "state", job.state
-    if outcome is not None:
-        where = f" in {outcome.stage}" if outcome.stage else ""
-        yield "outcome", f"{outcome.result}{where}"
-        facts = {
-            "counts": counts_text(job),
-            "reason": outcome.reason,
-            "release": outcome.release,
-            "parent": outcome.parent_release,
-            "serves now": outcome.served_release,
-        }
-        yield from ((name, text) for name, text in facts.items() if text)
-    if job.waits_for is not None:
-        yield "waits", job.waits_for
-    yield "about", subject(job)
-    if revisions is not None:
-        new_sha = revisions.new_sha or f"the head of {revisions.ref} when the job starts"
-        yield "commits", f"{revisions.old_sha or 'the first'} → {new_sha}"
-        if revisions.delivery_ids:
-            yield "deliveries", " ".join(revisions.delivery_ids)
-    yield "command", " ".join(job.spec.command)
-    yield "created", _moment(job.created_at)
-    if job.started_at is not None:
-        attempts = f", attempt {job.attempt}" if job.attempt > 1 else ""
-        yield "started", f"{_moment(job.started_at)}, {seconds_text(job)} s{attempts}"
-    yield "folder", str(home.jobs_dir / job.id)
-
-
-def _moment(at: float) -> str:
-    return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def commit_id(name: str) -> str:

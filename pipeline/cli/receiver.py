@@ -1,18 +1,21 @@
 """`pipeline receiver`: runs the receiver, and puts a receiver into a Space."""
 
+import io
 import json
 import os
+import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, get_args
 
 import typer
+from dotenv import dotenv_values
 
 from jobs.spec import is_git_url
 from pipeline import space_deploy
 from pipeline.cli.terminal import ChangesStack, JsonOption, without_none
-from pipeline.cli.webhooks import hub_access, secrets_in
+from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
@@ -87,18 +90,14 @@ def deploy(
     endpoint: Annotated[
         str | None, typer.Option(help="Another hub, such as https://huggingface.co.")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what would be sent.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Create a Space that runs a receiver, or update it.
 
     The Space gets the files of FOLDER, but no hidden files such as .env. If FOLDER has no README.md
     or no requirements.txt, this command makes the missing file. The Space also gets the secret
-    WEBHOOK_SECRET. The value of this secret is read from --secret-file, which may also set other
-    variables, one on each line. Without --secret-file, the value is the webhook secret of the
-    stack.
+    WEBHOOK_SECRET. The value of this secret is read from --secret-file. Without it, the value is
+    the webhook secret of the stack.
 
     The hub is the stack's own, or that of --endpoint. Another hub gets your own token: HF_TOKEN, or
     the token of `hf auth login`.
@@ -110,31 +109,39 @@ def deploy(
         secret = load_tokens(tokens_file).webhook
         shown = secret_in_shell(tokens_file)
     else:
-        found = secrets_in(secret_file, "--secret-file")
-        if not found.get(space_deploy.SECRET):
-            raise PipelineError(f"{secret_file} has no line {space_deploy.SECRET}=VALUE")
-        secret = found[space_deploy.SECRET]
+        secret = _secret_in(secret_file)
         shown = '"$WEBHOOK_SECRET"'
     if endpoint is None:
         access = hub_access(None)
     else:
         token = own_token(os.environ, load_tokens(tokens_file).hub)
         access = {"endpoint": endpoint.rstrip("/"), "token": token}
-    deployed = space_deploy.deploy(space, folder, secret, **access, dry_run=dry_run)
+    deployed = space_deploy.deploy(space, folder, secret, **access)
     if as_json:
         print(json.dumps(asdict(deployed)))
         return
-    verb = "would be" if dry_run else "is"
-    print(f"{deployed.url} {verb} at {deployed.commit or 'a new commit'} with these files:")
+    print(f"{deployed.url} is at {deployed.commit} with these files:")
     for name, count in Counter(file.partition("/")[0] for file in deployed.files).items():
         print(f"  {name}" + (f" ({count} files)" if count > 1 else ""))
     if endpoint is None:
         print("The stack's own hub does not run the apps of Spaces, and keeps no secret of them.")
         return
-    print(f"The secret {space_deploy.SECRET} {verb} set.")
+    print(f"The secret {space_deploy.SECRET} is set.")
     url = f"{space_deploy.public_address(space)}/webhooks/NAME"
     print(f"Webhooks can post to {url}, where NAME is the name of a function. Create one with:")
     print(
         f"  pipeline webhooks create --endpoint {endpoint} --url {url} "
         f"--watch dataset:OWNER/NAME --domain repo --secret {shown}"
     )
+
+
+def _secret_in(file: str) -> str:
+    """The value of WEBHOOK_SECRET in the file; `-` is standard input. Raises PipelineError."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PipelineError(f"--secret-file {file} cannot be read: {error}") from None
+    found = dotenv_values(stream=io.StringIO(text), interpolate=False)
+    if not (secret := found.get(space_deploy.SECRET)):
+        raise PipelineError(f"{file} has no line {space_deploy.SECRET}=VALUE")
+    return secret

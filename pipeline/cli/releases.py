@@ -16,7 +16,6 @@ from jobs.counts import Counts
 from jobs.spec import RevisionRange
 from pipeline.cli.jobs_run import run_to_end
 from pipeline.cli.terminal import ChangesStack, JsonOption, PipelineOption, print_table
-from pipeline.doctor.facts import record_going_back
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.job import PROMOTION_DIR, RetrainJob
@@ -141,6 +140,9 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     Its first choice is the release that was served before the served release. Its second choice is
     the parent of the served release (the release from which the training of the served release
     started). Its third choice is the newest of the older releases.
+
+    The next push trains the older release on all rows that changed since its commit. To prevent
+    this, revert them in the dataset, or run: pipeline pause NAME
     """
     folder = _folder(pipeline)
     served = served_release(folder)
@@ -285,15 +287,11 @@ def prune(
         int | None, typer.Option(min=0, help="How many to keep. Default: `keep` in the settings.")
     ] = None,
     pipeline: PipelineOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Remove old releases. The served, the pending and the pinned releases always stay."""
     num_kept = keep if keep is not None else load_settings().pipeline(pipeline).keep
     removed = release_store.prune(_folder(pipeline), num_kept)
-    if as_json:
-        print(json.dumps({"removed": removed}))
-    else:
-        print("removed " + (", ".join(removed) or "nothing"))
+    print("removed " + (", ".join(removed) or "nothing"))
 
 
 @app.command(cls=ChangesStack)
@@ -340,14 +338,12 @@ def _swap_in(pipeline: PipelineSettings, release: str, *, as_json: bool) -> None
     settings = running_settings(home)
     url = settings.server_url(settings.pipeline(pipeline.name))
     folder = home.releases_dir / pipeline.name
-    former = readable_served(folder).release
     # Mark the release as pending before the request. If the request finds no server, a server may
     # start right after the request. The new server then finds the mark and serves the release.
     earlier = set_pending(folder, release)
     try:
         result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
     except httpx.ConnectError:
-        record_going_back(folder, former, release)
         if as_json:
             print(json.dumps({"result": "pending", "release": release}))
         else:
@@ -365,8 +361,6 @@ def _swap_in(pipeline: PipelineSettings, release: str, *, as_json: bool) -> None
     # Clear the mark even if the swap failed. Otherwise the server would swap to this release when
     # it is restarted, perhaps days later.
     clear_pending(folder, release)
-    if result.result == "live":
-        record_going_back(folder, former, release)
     print(result.model_dump_json() if as_json else _in_words(result))
     if result.result != "live":
         raise typer.Exit(1)

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any
 
 import typer
@@ -16,7 +15,6 @@ from pipeline.doctor.facts import Facts, state_of
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.stack.record import running_settings
-from receiver.errors import ReceiverError
 
 app = typer.Typer()
 
@@ -77,14 +75,12 @@ def _facts_of(pipeline: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         # `is_live` is false if no server reports a served release. `served` then is the release
         # that was served last, as the disk records it.
-        origin = _origin(served, pipeline["dataset_head"], pipeline["head_changes_no_row"])
+        origin = _origin(served, pipeline["dataset_head"])
         yield "serves" if served["is_live"] else "served last", f"{served['release']}, {origin}"
         if served["stands_in_for"]:
             yield "damaged", _substitute_note(served)
         elif served["reason"]:
             yield "damaged", f"{served['reason']}; try: pipeline releases rollback"
-    if (back := pipeline["went_back"]) is not None:
-        yield from _after_going_back(pipeline, back)
     if pending := pipeline["pending_release"]:
         yield "pending", f"{pending}; the next server that starts will serve it"
     for job in pipeline["queue"]:
@@ -99,16 +95,9 @@ def status_report(home: Home, settings: Settings) -> dict[str, Any]:
     """The report that `--json` prints."""
     facts, now = Facts(home, settings), time.time()
     record = facts.stack
-    try:
-        webhooks = facts.webhooks
-    except ReceiverError:  # `check_webhooks` tells why
-        webhooks = ()
     return {
         "home": str(home.root),
         "notices": [str(each) for each in faults(facts, (check_services, check_webhooks))],
-        "suspended_webhooks": [
-            {"id": each.id, "url": each.url} for each in webhooks if each.status == "suspended"
-        ],
         "engine": asdict(facts.engine),
         "uptime_seconds": round(now - record.started_at, 1) if record else None,
         "services": [
@@ -127,7 +116,7 @@ def status_report(home: Home, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -> str:
+def _origin(served: dict[str, Any], head: str | None) -> str:
     if served["unreadable"]:
         return f"unreadable: {served['unreadable']}"
     trained_on = served["dataset_revision"] or "no dataset"
@@ -135,20 +124,7 @@ def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool)
         return f"trained on {trained_on[:12]}"
     if head == trained_on:
         return f"trained on {trained_on[:12]}, the newest commit"
-    note = ", which changes no row" if head_changes_no_row else ""
-    return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}{note}"
-
-
-def _after_going_back(pipeline: dict[str, Any], back: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    former, release = back["former"], back["release"]
-    lacks = f"; it lacks {back['changed_rows']:,} changed rows" if back["changed_rows"] else ""
-    at = datetime.fromtimestamp(back["at"]).astimezone().isoformat(" ", "minutes")
-    yield "went back", f"{back['by']} went back from {former} to {release}, {at}{lacks}"
-    yield (
-        "next push",
-        f"trains {release} on all rows that changed since its commit, also those of {former}; to "
-        f"prevent this, revert them in the dataset, or: pipeline pause {pipeline['name']}",
-    )
+    return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}"
 
 
 def _substitute_note(served: dict[str, Any]) -> str:

@@ -5,19 +5,15 @@ The commands about deliveries use routes that the Hugging Face Hub does not have
 Hub shows deliveries only on its web pages.
 """
 
-import io
 import json
-import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from dotenv import dotenv_values
 
 from pipeline.cli.terminal import ChangesStack, JsonOption, QuietOption, print_table, project_home
 from pipeline.errors import PipelineError
@@ -59,17 +55,6 @@ WatchOption = Annotated[
 ]
 DomainOption = Annotated[
     list[str] | None, typer.Option("--domain", help="repo or discussion. May be repeated.")
-]
-SecretsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--secrets",
-        metavar="NAME[=VALUE]",
-        help="A variable for the copies of the job. May be repeated.",
-    ),
-]
-SecretsFileOption = Annotated[
-    str | None, typer.Option(help="A file with such variables, one per line, or - for stdin.")
 ]
 SecretOption = Annotated[str | None, typer.Option(help="The secret that each delivery carries.")]
 
@@ -119,8 +104,6 @@ def create(
     job_id: JobOption = None,
     domain: DomainOption = None,
     secret: SecretOption = None,
-    secrets: SecretsOption = None,
-    secrets_file: SecretsFileOption = None,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -128,9 +111,7 @@ def create(
     """Create a webhook that posts to --url or starts a copy of the job --job-id.
 
     The hub sends --secret with each delivery. This proves to the receiver that the delivery comes
-    from the hub. Each copy of the job gets --secrets and the lines of --secrets-file (as for docker
-    --env-file) as environment variables; the hub stores them encrypted. Without a VALUE, the value
-    comes from the variable NAME of this shell.
+    from the hub.
     """
     with _errors_name_options():
         webhook = create_webhook(
@@ -139,7 +120,6 @@ def create(
             watched=watch or (),
             domains=domain,
             secret=secret,
-            secrets=_secrets(secrets, secrets_file),
             **hub_access(endpoint),
         )
     _report("created", webhook, as_json, quiet)
@@ -153,8 +133,6 @@ def update(
     job_id: JobOption = None,
     domain: DomainOption = None,
     secret: SecretOption = None,
-    secrets: SecretsOption = None,
-    secrets_file: SecretsFileOption = None,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -168,7 +146,6 @@ def update(
             watched=watch,
             domains=domain,
             secret=secret,
-            secrets=_secrets(secrets, secrets_file),
             **hub_access(endpoint),
         )
     _report("updated", webhook, as_json, quiet)
@@ -341,43 +318,11 @@ def _call(
     return call_hub(method, path, **hub_access(endpoint), query=query)
 
 
-def secrets_in(file: str, option: str) -> dict[str, str]:
-    """The variables in `file`, with their values; `-` is standard input. If a line has only the
-    name of a variable, the value comes from this shell. Raises PipelineError if the shell has no
-    such variable. `option` is the command's option that names the file; error messages show it."""
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"{option} {file} cannot be read: {error}") from None
-    named = dotenv_values(stream=io.StringIO(text), interpolate=False)
-    return {name: _of_shell(name) if value is None else value for name, value in named.items()}
-
-
-def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None:
-    """The variables that `--secrets` and the file of `--secrets-file` set; None if neither option
-    is given. If both set the same variable, `--secrets` wins."""
-    if given is None and file is None:
-        return None
-    found = {} if file is None else secrets_in(file, "--secrets-file")
-    for text in given or ():
-        name, equals, value = text.partition("=")
-        found[name] = value if equals else _of_shell(name)
-    return found
-
-
-def _of_shell(name: str) -> str:
-    if (value := os.environ.get(name)) is None:
-        raise PipelineError(
-            f"the secret {name} has no value; export {name} in this shell, or write {name}=…"
-        )
-    return value
-
-
 @contextmanager
 def _errors_name_options() -> Iterator[None]:
     """Turn a ValueError into a PipelineError. The message of the ValueError names arguments of a
     Python function; the new message names the options of the command instead."""
-    options = {"url": "--url", "job_id": "--job-id", "watched": "--watch", "secrets": "--secrets"}
+    options = {"url": "--url", "job_id": "--job-id", "watched": "--watch"}
     try:
         yield
     except ValueError as error:

@@ -7,18 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
 
-from jobs.errors import JobError
 from jobs.process import is_suspended
-from jobs.schema import SCHEMA_REVISION as JOBS_SCHEMA
-from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
+from pipeline.doctor.facts import READ_IT, Facts, Finding, ok, state_of, wrong
 from pipeline.errors import PipelineError
-from pipeline.hub.database import check_database, read_only
+from pipeline.hub.database import read_only
 from pipeline.hub.errors import HubError
 from pipeline.paths import settings_file
-from pipeline.runner.job_store import NOWHERE, reading_jobs
 from pipeline.settings import PipelineSettings
 from pipeline.stack.record import stale_settings
-from pipeline.stack.services import check_port, metrics_of_runner, services_of
 from pipeline.stack.subscriptions import ROUTE, other_hubs, own_webhook, unwatched_datasets
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
@@ -82,27 +78,6 @@ def check_state_folder(facts: Facts) -> Iterator[Finding]:
         yield ok("tokens", f"only its owner can read {file}")
 
 
-def check_databases(facts: Facts) -> Iterator[Finding]:
-    found: str | None
-    try:
-        found = check_database(facts.home.hub_dir / "hub.sqlite")
-    except HubError as error:
-        yield wrong("hub database", str(error), READ_IT)
-    else:
-        yield ok("hub database", _schema(found))
-    try:
-        with reading_jobs(facts.settings, facts.home) as store:
-            found = None if store.location == NOWHERE else JOBS_SCHEMA
-    except JobError as error:
-        yield wrong("job database", str(error), READ_IT)
-    else:
-        yield ok("job database", _schema(found))
-
-
-def _schema(found: str | None) -> str:
-    return "does not exist yet; the first start creates it" if found is None else f"schema {found}"
-
-
 def check_training(facts: Facts) -> Iterator[Finding]:
     """Whether the jobs of each pipeline can start: with the user's own trainer (`command`), or with
     the built-in training and its base model."""
@@ -157,22 +132,6 @@ def check_services(facts: Facts) -> Iterator[Finding]:
             yield wrong(child.name, silent, log)
         elif child.process is not None:
             yield ok(child.name, f"up, process {child.process.pid}")
-
-
-def check_ports(facts: Facts) -> Iterator[Finding]:
-    """Whether the stack can be started with its ports, if it is not up."""
-    if facts.stack is not None:
-        return
-    try:
-        services = services_of(facts.settings)
-    except PipelineError as error:
-        yield wrong("ports", str(error), READ_IT)
-        return
-    for service in (*services, *metrics_of_runner(facts.settings)):
-        try:
-            check_port(service)
-        except PipelineError as error:
-            yield wrong("ports", str(error), READ_IT)
 
 
 def check_webhooks(facts: Facts) -> Iterator[Finding]:
@@ -273,27 +232,6 @@ def check_deliveries(facts: Facts) -> Iterator[Finding]:
         yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
 
 
-def check_last_jobs(facts: Facts) -> Iterator[Finding]:
-    try:
-        jobs_of = facts.jobs
-    except JobError:
-        return  # `check_databases` has reported this error
-    for name, jobs in jobs_of.items():
-        last = next((job for job in jobs if job.has_ended), None)
-        if last is None:
-            yield ok("jobs", f"{name}: no job has ended yet")
-        elif last.outcome is None or last.outcome.result not in ("failed", "rejected"):
-            ended = last.state.lower() if last.outcome is None else last.outcome.result
-            yield ok("jobs", f"{name}: {last.id} {ended}")
-        else:
-            is_rejected = last.outcome.result == "rejected"
-            step = WAYS_ON if is_rejected else "push again, or: pipeline jobs run"
-            ended = f"{name}: {last.id} {last.outcome.result}: {last.outcome.reason}"
-            yield wrong(
-                "jobs", ended, f"pipeline jobs logs {last.id}; then {next_step(jobs, step)}"
-            )
-
-
 def check_releases(facts: Facts) -> Iterator[Finding]:
     for pipeline in facts.settings.pipelines:
         folder = facts.releases_dir(pipeline)
@@ -338,13 +276,10 @@ def _check_release(folder: Path) -> Iterator[Finding]:
 CHECKS: tuple[Check, ...] = (
     check_programs,
     check_state_folder,
-    check_databases,
     check_training,
     check_services,
-    check_ports,
     check_webhooks,
     check_other_hubs,
     check_deliveries,
-    check_last_jobs,
     check_releases,
 )

@@ -3,10 +3,6 @@
 nothing.
 """
 
-import getpass
-import json
-import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -15,13 +11,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from jobs.counts import Counts
 from jobs.errors import HeadAway, NoHead
-from jobs.folder import read_json, write_by_rename
 from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.process import is_alive
-from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.job_store import reading_jobs
@@ -36,7 +29,6 @@ from serving.errors import ReleaseError
 from serving.weights.release_store import (
     load_release,
     pending_release,
-    release_number,
     served_release,
     stood_in_for,
 )
@@ -44,18 +36,12 @@ from serving.weights.release_store import (
 READ_IT = "do what the message says"
 NUM_JOBS = 20
 """How many of the newest jobs of a pipeline are looked at."""
-NUM_WATCHED = 100
-"""`news` looks at only this many of the newest jobs. This is enough, because an older job has
-almost always ended, and the state of an ended job does not change."""
 WAYS_ON = (
     "push a correction; or accept the rows as they are with: pipeline jobs run --force --reason WHY"
 )
 """What the user can do after the gate has rejected a job."""
 DECIDED_NOTHING = frozenset({"failed", "cancelled", "superseded"})
 """Results of jobs after which the rows of an earlier rejected job still wait for the next job."""
-_WENT_BACK = "went-back.json"
-"""Records that a person made the server serve an older release than before, so that `pipeline
-status` can say who did, and what the next push will do."""
 
 
 class Finding(BaseModel):
@@ -64,7 +50,7 @@ class Finding(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     check: str
-    """What was checked, in one or two words, such as `git` or `hub database`."""
+    """What was checked, in one or two words, such as `git` or `webhook`."""
     level: Literal["ok", "wrong"]
     message: str
     next_step: str | None = None
@@ -185,17 +171,7 @@ class Facts:
             "dataset": pipeline.dataset,
             "ref": pipeline.ref,
             "dataset_head": head,
-            "head_changes_no_row": any(
-                job.outcome is not None
-                and job.outcome.result == "unchanged"
-                and job.outcome.stage != "claim"
-                and job.outcome.served_release in (None, served and served["release"])
-                and job.spec.revisions is not None
-                and job.spec.revisions.new_sha == head
-                for job in jobs
-            ),
             "served": served,
-            "went_back": served and went_back(self.releases_dir(pipeline), served["release"]),
             "pending_release": pending_release(self.releases_dir(pipeline)),
             "queue_age_seconds": max(
                 (round(now - job.created_at, 1) for job in jobs if not job.has_ended),
@@ -215,77 +191,7 @@ def state_of(child: Child) -> Literal["up", "hung", "down"]:
     return "hung" if child.is_silent else "up"
 
 
-# Who went back to an older release
-
-
-def record_going_back(pipeline_dir: Path, former: str | None, release: str) -> None:
-    """Does nothing if `release` is not older than `former`."""
-    if former is None or release_number(release) >= release_number(former):
-        return
-    job = os.environ.get("JOB_ID")
-    by = _user() if job is None else f"job {job}"
-    record = {"former": former, "release": release, "by": by, "at": time.time()}
-    write_by_rename(pipeline_dir / _WENT_BACK, json.dumps(record))
-
-
-def went_back(pipeline_dir: Path, served: str) -> dict[str, Any] | None:
-    """The record, and the number of changed rows that the served release has not learned. None if
-    nobody went back to the served release."""
-    record: dict[str, Any] | None = read_json(pipeline_dir / _WENT_BACK)
-    if record is None or record["release"] != served:
-        return None
-    return record | {"changed_rows": _changed_rows(pipeline_dir, record["former"], served)}
-
-
-def _changed_rows(pipeline_dir: Path, former: str, served: str) -> int:
-    total, release = 0, former
-    while release_number(release) > release_number(served):
-        try:
-            found = load_release(pipeline_dir / release)
-        except ReleaseError:
-            break
-        counts = (found.evaluation or {}).get("counts")
-        total += Counts.model_validate(counts).all_changed if counts else 0
-        if found.lineage.parent is None:
-            break
-        release = found.lineage.parent
-    return total
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # the system knows no name
-        return f"user {os.getuid()}"
-
-
 # What is said of jobs
-
-
-class Journal:
-    """Finds the jobs whose state has changed since the last call of `news`, or since this object
-    was created."""
-
-    def __init__(self, store: JobStore) -> None:
-        self._store = store
-        self._num_changes: int | None = None
-        self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
-
-    def news(self) -> list[str]:
-        """One line for each job whose state has changed. The line of the oldest job comes first.
-
-        Raises StoreError. The next call then returns the lines that this call could not return.
-        """
-        num_changes = self._store.num_changes()
-        if num_changes == self._num_changes:
-            return []
-        lines = []
-        for job in reversed(self._store.list(limit=NUM_WATCHED)):
-            if self._seen.get(job.id) != job.state:
-                self._seen[job.id] = job.state
-                lines.append(describe(job))
-        self._num_changes = num_changes
-        return lines
 
 
 def subject(job: Job) -> str:
@@ -322,24 +228,15 @@ def advice_after_refusal(jobs: Sequence[Job]) -> str | None:
     if last is None or last.result != "rejected":
         return None
     revision = (last.dataset_revision or "unknown")[:12]
+    step = WAYS_ON
+    # The other job may already train on a correction.
+    if (current := next((job for job in jobs if not job.has_ended), None)) is not None:
+        state = "running" if current.state == "RUNNING" else "pending"
+        step = f"wait for job {current.id}, which is {state}: pipeline jobs wait {current.id}"
     return (
         f"the gate rejected {revision}, and the job of the next commit trains on the rows of "
-        f"{revision} again; {next_step(jobs, WAYS_ON)}"
+        f"{revision} again; {step}"
     )
-
-
-def next_step(jobs: Sequence[Job], step: str) -> str:
-    """What the user can do after the last job that ended. If no other job runs or waits to run,
-    this is `step`. Otherwise, this is a text that tells the user to wait for the other job, because
-    the other job may already train on a correction.
-
-    jobs: the newest jobs of a pipeline, newest first.
-    """
-    current = next((job for job in jobs if not job.has_ended), None)
-    if current is None:
-        return step
-    state = "running" if current.state == "RUNNING" else "pending"
-    return f"wait for job {current.id}, which is {state}: pipeline jobs wait {current.id}"
 
 
 def _has_decided(outcome: JobOutcome | None) -> bool:

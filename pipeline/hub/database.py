@@ -88,8 +88,6 @@ tokens = Table(
     # SHA-256 of the token. The token itself is shown once and never stored.
     Column("digest", String, nullable=False, unique=True),
     Column("role", String, nullable=False),
-    # The ids of the only repositories that the token reaches; null if it reaches all.
-    Column("repositories", JSON(none_as_null=True)),
     Column("created_at", Float, nullable=False),
 )
 
@@ -170,7 +168,7 @@ deliveries = Table(
 )
 
 
-SCHEMA_REVISION = "hub6"
+SCHEMA_REVISION = "hub7"
 """What this file declares, and where the repositories are. Another revision is refused."""
 
 REPOS = "repos"
@@ -280,13 +278,3 @@ def check_database(path: Path) -> str | None:
             "restore it from a backup."
         )
     return SCHEMA_REVISION
-
-
-def jobs_of_webhooks(path: Path) -> set[str]:
-    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
-    which may run in another process. Empty if there is no file. Raises HubError."""
-    if not path.exists():
-        return set()
-    with read_only(path) as connection:
-        rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
-        return {job_id for (job_id,) in rows}

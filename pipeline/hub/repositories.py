@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -234,18 +234,10 @@ class Repositories:
     def folder(self, id: str) -> Path:
         return self._repos / f"{id}.git"
 
-    def find(self, name: RepositoryName, reached: Collection[str] | None = None) -> Repository:
-        """The repository of this name, in upper or lower case. Raises RepositoryNotFound if it does
-        not exist, or if its id is not in `reached`. Both get the same error, so that no client
-        learns which repositories exist. None means that all are reached."""
-        found = self._read(_is(name))
-        if found and (reached is None or found[0].id in reached):
+    def find(self, name: RepositoryName) -> Repository:
+        """The repository of this name, in upper or lower case. Raises RepositoryNotFound."""
+        if found := self._read(_is(name)):
             return found[0]
-        if reached is not None:
-            raise RepositoryNotFound(
-                f"There is no {name} here, or the token does not reach it: check the name, or use "
-                "another token."
-            )
         raise RepositoryNotFound(
             f"There is no {name} here: check the name, or create the repository with "
             f"`hf repos create {name.id} --type {name.type}`."

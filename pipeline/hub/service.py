@@ -5,8 +5,7 @@ API clients send the token as Bearer; git sends it as the password of Basic, wit
 
 A route gets these dependencies as arguments. FastAPI runs them in their order, and each raises the
 error that the client gets. A route gets its repository from `Readable` or `Locked`, or finds it
-with `Repositories.find`, as both do. A route that belongs to no repository has `everywhere`,
-`person` or `hubs_own`; the few without them tell a client nothing that its token does not reach.
+with `Repositories.find`, as both do.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ from starlette.types import Scope
 
 from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
 from jobs.store import JobStore
-from pipeline.hub.database import REPOS, Database, open_database, read_only, tokens
+from pipeline.hub.database import REPOS, Database, read_only, tokens
 from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
@@ -98,20 +97,6 @@ def folder_of(root: Path, name: RepositoryName) -> Path | None:
     return None if row is None else root / REPOS / f"{row[0]}.git"
 
 
-@contextlib.contextmanager
-def stopped_hub(root: Path) -> Iterator[Repositories]:
-    """Opens the repositories and the database of a hub that does not run. No hub can start in this
-    folder until the `with` block ends. Raises HubInUse if a hub runs."""
-    with only_hub_in(root):
-        database = open_database(database_path(root))
-        try:
-            repositories = Repositories(root.absolute(), database)
-            repositories.remove_incomplete()
-            yield repositories
-        finally:
-            database.close()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Identity:
     """Who makes a request, and what the token of the request may do."""
@@ -123,8 +108,6 @@ class Identity:
     """The name of the token, for messages and for `whoami`. It is not the token itself."""
     job_id: str | None = None
     """The job whose running attempt has the token; None for a person."""
-    repositories: frozenset[str] | None = None
-    """The ids of the only repositories that the token reaches; None for all repositories."""
     owns_hub: bool = False
     """Whether this is the hub's own token, which may do everything."""
 
@@ -136,9 +119,6 @@ class Identity:
         if self.job_id is None:
             return Signature(name=self.user, email=f"{self.user}@localhost")
         return Signature(name=f"job {self.job_id}", email=f"{self.job_id}@{COMMITTER_DOMAIN}")
-
-    def may_see(self, repository: Repository) -> bool:
-        return self.repositories is None or repository.id in self.repositories
 
     def require_write(self, what: str) -> None:
         """Raises Forbidden if the token may only read. `what` names in the message what needs more,
@@ -209,8 +189,7 @@ class Hub:
             # `huggingface_hub` looks for exactly this text, and then does not report the repository
             # as missing.
             raise Unauthorized("Invalid credentials in Authorization header")
-        reached = None if row.repositories is None else frozenset(row.repositories)
-        return Identity(user=user, role=row.role, token_name=row.name, repositories=reached)
+        return Identity(user=user, role=row.role, token_name=row.name)
 
     def remarks(self, repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
         """The lines that git prints after a push with these changes."""
@@ -222,13 +201,9 @@ class Hub:
         owner, _, name = id.rpartition("/")
         return RepositoryName(type=type, owner=owner or self.settings.owner, name=name)
 
-    def locked(
-        self, name: RepositoryName, identity: Identity
-    ) -> AbstractAsyncContextManager[Repository]:
-        """The repository, if the token reaches it, under its lock within the block."""
-        return self.repositories.locked(
-            partial(self.repositories.find, name, identity.repositories)
-        )
+    def locked(self, name: RepositoryName) -> AbstractAsyncContextManager[Repository]:
+        """The repository, under its lock within the block."""
+        return self.repositories.locked(partial(self.repositories.find, name))
 
 
 async def hub_of(request: Request) -> Hub:
@@ -310,20 +285,10 @@ def identified(request: Request, hub: HubOf) -> Identity:
 Who = Annotated[Identity, Depends(identified)]
 
 
-async def everywhere(request: Request, identity: Who) -> Identity:
-    """For routes that belong to no repository: a token that is limited to some may not use them."""
-    if identity.repositories is not None:
-        raise Forbidden(
-            f"The token {identity.token_name!r} is only for some repositories, and "
-            f"{request.url.path} does not belong to one of them: use another token."
-        )
+async def person(request: Request, identity: Who) -> Identity:
+    """For routes that a job may not use: a job may only read and write repositories."""
     if request.method not in READING:
         identity.require_write(f"{request.method} {request.url.path}")
-    return identity
-
-
-async def person(request: Request, identity: Annotated[Identity, Depends(everywhere)]) -> Identity:
-    """For routes that a job may not use: a job may only read and write repositories."""
     identity.require_person(request.url.path)
     return identity
 
@@ -355,20 +320,20 @@ async def named(request: Request, hub: HubOf) -> RepositoryName:
 Named = Annotated[RepositoryName, Depends(named)]
 
 
-def readable(hub: HubOf, identity: Who, name: Named) -> Repository:
-    return hub.repositories.find(name, identity.repositories)
+def readable(hub: HubOf, _: Who, name: Named) -> Repository:
+    return hub.repositories.find(name)
 
 
 Readable = Annotated[Repository, Depends(readable)]
 
 
-async def locked(hub: HubOf, identity: Writer, name: Named) -> AsyncIterator[Repository]:
+async def locked(hub: HubOf, _: Writer, name: Named) -> AsyncIterator[Repository]:
     """The repository, under its lock until the route has made its change.
 
     Declare it after the body: while a body comes in, no lock is held, and the repository may be
     deleted or replaced.
     """
-    async with hub.locked(name, identity) as repository:
+    async with hub.locked(name) as repository:
         yield repository
 
 

@@ -3,8 +3,7 @@
 When a job ends, the first thread counts the outcome (how the job ended) in the runner's metrics for
 Prometheus. It also removes files that only a running job needs, and hands the outcome to the
 command of the setting `on_outcome`. Once an hour, the second thread removes the folders
-of jobs after `keep_days` (a setting under `[jobs]`), and deletes jobs from the job store after at
-least KEEP_JOBS_DAYS.
+of jobs after `keep_days` (a setting under `[jobs]`).
 """
 
 import json
@@ -24,18 +23,14 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from jobs.errors import JobError, StoreError
-from jobs.folder import STALE, is_temporary_file
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.hub.database import jobs_of_webhooks
-from pipeline.hub.errors import HubError
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import RETRAINING
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
 from serving.errors import ReleaseError
-from serving.weights.atomic_file import is_replacement
 from serving.weights.release_store import load_release, release_ids
 
 logger = logging.getLogger(__name__)
@@ -45,10 +40,6 @@ POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 """After an error of the store, `Outcomes.follow` waits this long before it tries again."""
 TIMEOUT_SECONDS = 30.0
-KEEP_JOBS_DAYS = 90.0
-KEEP_JOBS = 1000
-"""This many of the newest jobs of each pipeline stay in the store, however old they are. This many
-of the newest plain commands (jobs of no pipeline) stay too."""
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 
@@ -110,7 +101,7 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
             logger.error(
                 "old jobs cannot be removed now; trying again in an hour: %s",
                 error,
-                exc_info=not isinstance(error, StoreError | HubError | OSError),
+                exc_info=not isinstance(error, StoreError | OSError),
             )
         if stop.wait(PRUNE_SECONDS):
             return
@@ -291,15 +282,12 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
 
 
 def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
-    """Remove the folders of old jobs, and delete very old jobs, with their deliveries, from the job
-    store. Returns the names of the removed folders.
-
-    If a release that a job made still exists, this job and its folder stay. The jobs that a webhook
-    copies (`--job-id` of `pipeline webhooks`) and the newest KEEP_JOBS jobs stay in the store.
+    """Remove the folders of old jobs; the jobs stay in the job store. Returns the names of the
+    removed folders. If a release that a job made still exists, the folder of this job stays.
 
     Raises OSError if the manifest of a release cannot be read. The job that made the release is
-    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed,
-    HubError if the hub's webhooks cannot be read, and StoreError.
+    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed, and
+    StoreError.
     """
     kept = {
         job_id
@@ -307,16 +295,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
         for release_id in release_ids(folder)
         if (job_id := _job_of(folder / release_id)) is not None
     }
-    removed = prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
-    forgotten = store.forget(
-        store.now() - 86400 * remembered_days(settings),
-        newest=KEEP_JOBS,
-        kept={*kept, *jobs_of_webhooks(home.hub_dir / "hub.sqlite")},
-    )
-    if forgotten:
-        said = "deleted %d old jobs from the store, %s to %s"
-        logger.info(said, len(forgotten), forgotten[0], forgotten[-1])
-    return removed
+    return prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
 
 
 def _job_of(release: Path) -> str | None:
@@ -335,16 +314,9 @@ def remove_unneeded_files(job: Job, job_dir: Path) -> None:
     """Remove files that only a running job needs. Call this when the job has ended. If the job is a
     built-in retraining, this function removes the job's checkpoints, because only another attempt
     of the job would need them. If the user's own trainer wrote a folder `checkpoints`, this folder
-    stays.
-
-    For every job, this function removes temporary files that killed processes have left in the
-    folder: those of hotpush's own writers, and no others.
-    """
+    stays."""
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
-    for path in job_dir.glob(".*"):
-        if (is_temporary_file(path.name) or is_replacement(path.name)) and not path.is_dir():
-            path.unlink(missing_ok=True)
 
 
 def prune_job_folders(
@@ -354,11 +326,6 @@ def prune_job_folders(
     removed folders.
 
     The jobs and their outcomes stay in the store. `kept` has the ids of jobs whose folders stay.
-
-    After a database was lost, a new job may get the id of an old job. `prepare_job_folder`
-    (`jobs/folder.py`) then renames the folder of the old job. This function also removes a renamed
-    folder if the modification time of the folder itself is more than `keep_days` ago. (This time
-    changes when a file is added to the folder or removed, not when a file is written to.)
     """
     before = time.time() - 86400 * keep_days
     removed = []
@@ -366,25 +333,6 @@ def prune_job_folders(
         if job_id not in kept and (jobs_dir / job_id).is_dir():
             shutil.rmtree(jobs_dir / job_id)
             removed.append(job_id)
-    for folder in jobs_dir.glob(f"j*{STALE}*"):
-        if folder.stat().st_mtime < before:
-            shutil.rmtree(folder)
-            removed.append(folder.name)
     if removed:
         logger.info("removed the folders of %d jobs: %s", len(removed), ", ".join(removed))
     return removed
-
-
-def remembered_days(settings: Settings) -> float:
-    """How many days jobs and deliveries stay in the store: at least KEEP_JOBS_DAYS, and at least
-    `keep_days`.
-
-    The store must also keep a delivery for as long as the hub may retry it or a person may replay
-    it. Otherwise the receiver would take the repeated delivery for a new one.
-    """
-    schedule = sum(settings.hub.delivery_schedule_seconds)
-    return max(
-        KEEP_JOBS_DAYS,
-        settings.jobs.keep_days,
-        settings.hub.keep_deliveries_days + schedule / 86400,
-    )

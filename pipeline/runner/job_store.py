@@ -23,12 +23,11 @@ NOWHERE = "sqlite://"
 
 
 def reading_jobs(settings: Settings, home: Home) -> JobStore:
-    """Open the same store as `open_job_store`, but only for reading: nothing is created. If it does
-    not exist yet, this is an empty store that is NOWHERE. Raises StoreError."""
-    file = home.jobs_database if home.jobs_database.exists() else None
-    place = settings.jobs.database_url or file
-    found = None if place is None else JobStore.open_to_read(place)
-    return found or JobStore.open(NOWHERE)
+    """Open the same store as `open_job_store`, but create no file: if there is none yet, this is an
+    empty store that is NOWHERE. Raises StoreError."""
+    if settings.jobs.database_url is None and not home.jobs_database.exists():
+        return JobStore.open(NOWHERE)
+    return open_job_store(settings, home)
 
 
 def is_token_of_running_job(

@@ -12,9 +12,6 @@ from typing import Any
 
 import anyio
 import httpx
-from prometheus_client import Metric, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -92,20 +89,8 @@ class _Gateway:
         status = "ok" if num_ready == len(said) else "partly" if num_ready else "waiting"
         return JSONResponse({"status": status, "pipelines": said}, 200 if num_ready else 503)
 
-    async def metrics(self, request: Request) -> Response:
-        """The metrics of all servers, each with the label `pipeline`."""
-        merged: dict[str, Metric] = {}
-        for name, answer in (await self._ask_all(request, "/metrics")).items():
-            for family in text_string_to_metric_families(answer.text if answer else ""):
-                known = merged.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                known.samples += [
-                    sample._replace(labels={**sample.labels, "pipeline": name})
-                    for sample in family.samples
-                ]
-        text = generate_latest(_Collected(merged))
-        return Response(text, media_type="text/plain; version=0.0.4")
+    async def metrics(self, _request: Request) -> Response:
+        raise RequestError(404, "each server has its own /metrics; `pipeline status` has addresses")
 
     async def models(self, request: Request) -> Response:
         """The models of all servers that answer."""
@@ -225,14 +210,6 @@ class _Forwarded(Response):
         finally:
             with anyio.CancelScope(shield=True):
                 await answer.aclose()
-
-
-class _Collected(Collector):
-    def __init__(self, families: Mapping[str, Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families.values()
 
 
 def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

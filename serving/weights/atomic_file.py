@@ -6,7 +6,6 @@ the temporary file is renamed to the name of the old file, and so replaces it.
 """
 
 import os
-import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -65,11 +64,6 @@ def link_atomically(link: Path, target: str) -> None:
 
 def replacement_path(folder: Path) -> Path:
     return folder / f"{REPLACING}{uuid.uuid4().hex[:8]}"
-
-
-def is_replacement(name: str) -> bool:
-    """Whether `replacement_path` makes names of this form."""
-    return re.fullmatch(rf"{re.escape(REPLACING)}[0-9a-f]{{8}}", name) is not None
 
 
 def is_abandoned(entry: Path) -> bool:

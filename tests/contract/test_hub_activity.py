@@ -158,15 +158,12 @@ def test_a_page_of_another_site_changes_nothing_with_the_browsers_login(
 
 
 def test_the_pages_need_a_token_for_which_the_browser_asks(hub: RunningHub, told: str) -> None:
-    only = {"role": "write", "repositories": "dataset:local/facts"}
-    made = hub.request("POST", "/api/settings/tokens/limited", params=only).json()
     reader = hub.request("POST", "/api/settings/tokens/reader", params={"role": "read"}).json()
     for path in ("/settings/webhooks", f"/settings/webhooks/{told}"):
         answer = httpx.get(f"{hub.url}{path}", verify=False)
         assert (answer.status_code, "local/facts" in answer.text) == (401, False)
         assert answer.headers["www-authenticate"] == 'Basic realm="hub"'
         assert browse(hub, "GET", path, "wrong").status_code == 401
-        assert browse(hub, "GET", path, made["token"]).status_code == 403
         assert browse(hub, "GET", path, reader["token"]).status_code == 200
 
 

@@ -295,7 +295,7 @@ def test_the_request_after_a_failure_of_the_hub_is_answered(
     def fail(*_: object) -> None:
         raise HubError("nobody foresaw this")
 
-    monkeypatch.setattr(administration, "list_tokens", fail)
+    monkeypatch.setattr(administration, "select", fail)
     headers = {"Authorization": f"Bearer {hub.token}"}
     with httpx.Client(base_url=hub.url, headers=headers, verify=False) as client:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""What each kind of token may do: the hub's own, for reading, for writing, for some repositories;
+"""What each kind of token may do: the hub's own, for reading, for writing;
 and that without one nothing may be read."""
 
 import sqlite3
@@ -95,10 +95,8 @@ def test_large_files_are_read_and_written_as_the_token_says(
     hub: RunningHub, tmp_path: Path
 ) -> None:
     hub.api.create_repo("local/large", **DATASET)
-    reaches = "dataset:local/large"
-    reader = as_(hub, made(hub, "large-reader", role="read", repositories=reaches))
-    writer = as_(hub, made(hub, "large-writer", role="write", repositories=reaches))
-    other = as_(hub, made(hub, "large-other", role="write", repositories="dataset:local/shown"))
+    reader = as_(hub, made(hub, "large-reader", role="read"))
+    writer = as_(hub, made(hub, "large-writer", role="write"))
     content = b"\0rows" * 1000
     writer.api.upload_file(
         path_or_fileobj=content, path_in_repo="rows.parquet", repo_id="local/large", **DATASET
@@ -110,8 +108,6 @@ def test_large_files_are_read_and_written_as_the_token_says(
         (reader, "download", 200),
         (reader, "upload", 403),
         (writer, "upload", 200),
-        (other, "download", 404),
-        (other, "upload", 404),
     ]:
         answer = one.request(
             "POST",
@@ -140,52 +136,9 @@ def test_a_token_to_write_changes_repositories_and_makes_no_tokens(
         assert status(hub, method, path, writer.token) == 403, path
 
 
-def test_a_token_for_some_repositories_sees_only_those(hub: RunningHub, tmp_path: Path) -> None:
-    hub.api.create_repo("local/mine", **DATASET)
-    mine = as_(hub, made(hub, "mine", role="write", repositories="dataset:LOCAL/mine"))
-    assert [one.id for one in mine.api.list_datasets()] == ["local/mine"]
-    assert mine.api.whoami()["name"] == "local"
-    assert not mine.api.repo_exists("local/facts", **DATASET)
-    assert not mine.api.file_exists("local/facts", "rows.txt", **DATASET)
-    assert not mine.api.revision_exists("facts", "main", **DATASET)
-    mine.api.create_tag("local/mine", tag="v1", **DATASET)
-    mine.git("clone", "-q", f"{hub.url}/datasets/local/mine", "copy", cwd=tmp_path)
-    push_file(mine, tmp_path / "copy", "rows.txt", "1")
-    for change in CHANGES:
-        with pytest.raises(HfHubHTTPError) as refused:
-            change(mine.api)
-        assert refused.value.response.status_code in (403, 404)
-    said = mine.git("ls-remote", f"{hub.url}/datasets/local/facts", cwd=tmp_path, check=False)
-    assert "not found" in said, said
-    for path in (
-        *("/metrics", "/settings/webhooks", "/api/settings/webhooks", "/api/settings/deliveries"),
-        "/api/settings/tokens",
-    ):
-        assert status(hub, "GET", path, mine.token) == 403, path
-
-    # It follows the repository to another name, and ends with it.
-    hub.api.move_repo("local/facts", "local/elsewhere", **DATASET)
-    assert status(hub, "GET", "/api/datasets/local/facts", mine.token) == 404
-    assert status(hub, "GET", "/datasets/local/facts/info/refs?service=git-upload-pack") == 401
-    hub.api.move_repo("local/elsewhere", "local/facts", **DATASET)
-    hub.api.move_repo("local/mine", "local/yours", **DATASET)
-    assert mine.api.dataset_info("local/yours").id == "local/yours"
-    hub.api.delete_repo("local/yours", **DATASET)
-    hub.api.create_repo("local/yours", **DATASET)
-    assert not mine.api.repo_exists("local/yours", **DATASET)
-    [listed] = [
-        one for one in hub.request("GET", "/api/settings/tokens").json() if one["name"] == "mine"
-    ]
-    assert listed["repositories"] == ["(deleted)"]
-
-
 def test_a_revoked_token_is_refused_and_no_token_is_stored(hub: RunningHub) -> None:
     token = made(hub, "brief", role="read")
     assert status(hub, "GET", "/api/datasets/local/facts", token) == 200
-    [listed] = [
-        one for one in hub.request("GET", "/api/settings/tokens").json() if one["name"] == "brief"
-    ]
-    assert listed["repositories"] is None
     assert token not in str(hub.request("GET", "/api/settings/tokens").json())
     with closing(sqlite3.connect(hub.root / "hub.sqlite")) as database:
         assert token not in "\n".join(database.iterdump())
@@ -202,11 +155,6 @@ def test_a_revoked_token_is_refused_and_no_token_is_stored(hub: RunningHub) -> N
         ("a b", {}, "not a valid name for a token"),
         ("x" * 97, {}, "not a valid name for a token"),
         ("x", {"role": "admin"}, "choose read or write"),
-        ("x", {"repositories": "dataset:local/none"}, "no dataset local/none"),
-        ("x", {"repositories": "local/facts"}, "dataset:owner/name"),
-        ("x", {"repositories": "dataset:facts"}, "dataset:owner/name"),
-        ("x", {"repositories": ""}, "does not name a repository"),
-        ("x", {"repositories": "dataset:local/facts,"}, "does not name a repository"),
         ("twice", {}, "already"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import socket
 import threading
@@ -12,20 +11,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cryptography.fernet import Fernet
 from prometheus_client import generate_latest
 
-from jobs.errors import JobNotFound
 from jobs.job import Delivery
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
-from pipeline.hub.database import open_database
-from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
-from pipeline.hub.webhooks import HubWatchedItem
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
-from pipeline.runner import after_jobs as module
 from pipeline.runner.after_jobs import (
     RunnerMetrics,
     _prune_hourly,
@@ -36,7 +29,7 @@ from pipeline.runner.after_jobs import (
 )
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import Settings, load_settings
-from serving.weights.release import RELEASE_FILE, Lineage, Release
+from serving.weights.release import RELEASE_FILE
 from tests.after_jobs_fixtures import end_one, store
 
 __all__ = ["store"]
@@ -69,7 +62,7 @@ def test_commit_to_serving_counts_from_the_commit_that_an_earlier_job_failed_ove
         assert total == pytest.approx(120)
 
 
-# Retention
+# Old folders
 
 
 def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
@@ -87,49 +80,6 @@ def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
     assert store.get(old.id).outcome is not None
 
 
-def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "KEEP_JOBS", 1)
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
-    home, settings, now = Home(tmp_path), load_settings(), time.time()
-    home.hub_dir.mkdir()
-    home.jobs_dir.mkdir()
-    database = open_database(home.hub_dir / "hub.sqlite")
-    with JobStore.open(home.jobs_database, clock=lambda: now) as store:
-        copied, old, of_a_release, newest = (end_one(store) for _ in range(4))
-        release = Release(
-            id="r000001-00000000",
-            pipeline="facts",
-            created_at="2026-01-01T00:00:00Z",
-            lineage=Lineage(job_id=of_a_release.id),
-            files={},
-            tensors={},
-        )
-        (home.releases_dir / "facts" / release.id).mkdir(parents=True)
-        manifest = home.releases_dir / "facts" / release.id / RELEASE_FILE
-        manifest.write_text(release.model_dump_json())
-        with database.write() as connection:
-            request = WebhookRequest(
-                jobSourceId=copied.id, watched=(HubWatchedItem(type="user", name="local"),)
-            )
-            create_webhook(connection, request, Fernet.generate_key())
-        database.close()
-        now += 89 * 86400
-        prune(settings, home, store)
-        assert len(store.list()) == 4
-        now += 2 * 86400
-        longer = settings.model_copy(
-            update={"hub": settings.hub.model_copy(update={"keep_deliveries_days": 91})}
-        )
-        prune(longer, home, store)
-        assert len(store.list()) == 4, "the hub can still replay their deliveries"
-        prune(settings, home, store)
-        assert [job.id for job in store.list()] == [newest.id, of_a_release.id, copied.id]
-        with pytest.raises(JobNotFound):
-            store.get(old.id)
-
-
 def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
     home, long_ago = Home(tmp_path), time.time() - 1000 * 86400
     (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).mkdir(parents=True)
@@ -142,16 +92,6 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> N
         assert folder.is_dir()
         (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).rmdir()
         assert prune(Settings(), home, store) == [folder.name]
-
-
-def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_path: Path) -> None:
-    aside, lately = (tmp_path / f"j000001.stale-{number}" for number in (1, 2))
-    for folder in (aside, lately):
-        folder.mkdir()
-        (folder / "log.txt").write_text("of another database")
-    os.utime(aside, (time.time() - 3 * 86400,) * 2)
-    assert prune_job_folders(store, tmp_path, keep_days=1) == [aside.name]
-    assert lately.exists() and not aside.exists()
 
 
 def test_the_thread_that_removes_old_jobs_outlives_an_error(
@@ -178,10 +118,9 @@ def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path:
     folder = tmp_path / job.id
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step-1.pt").write_bytes(b"much")
-    for name in (".spec.json.123", ".replacing-0a1b2c3d", ".lock", "outcome.json"):
-        (folder / name).touch()
+    (folder / "outcome.json").touch()
     remove_unneeded_files(job, folder)
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "outcome.json"]
+    assert [path.name for path in folder.iterdir()] == ["outcome.json"]
     remove_unneeded_files(job, tmp_path / "gone")
 
 
@@ -190,12 +129,10 @@ def test_what_a_trainer_of_ones_own_calls_checkpoints_stays(
 ) -> None:
     job = store.submit(JobSpec(command=("./train.sh",), pipeline="facts"))
     folder = tmp_path / job.id
-    for name in ("checkpoints", ".spec.json.1"):
-        (folder / name).mkdir(parents=True)
+    (folder / "checkpoints").mkdir(parents=True)
     (folder / ".ckpt.10.pt").touch()
     remove_unneeded_files(job, folder)
-    left = sorted(path.name for path in folder.iterdir())
-    assert left == [".ckpt.10.pt", ".spec.json.1", "checkpoints"]
+    assert sorted(path.name for path in folder.iterdir()) == [".ckpt.10.pt", "checkpoints"]
 
 
 # Metrics and logs

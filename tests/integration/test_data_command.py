@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 from pipeline.hub.repositories import repository_name
-from pipeline.hub.service import stopped_hub
+from tests.hub_fixtures import stopped_hub
 
 FILES = {
     "faq.jsonl": (

@@ -1,7 +1,6 @@
 """What the doctor finds of the things that jobs and their runner need, and of dead deliveries."""
 
 import shutil
-import socket
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from jobs.outcome import JobOutcome
-from jobs.spec import JobSpec
-from jobs.store import JobStore
 from pipeline.doctor import checks as doctor
 from pipeline.doctor.facts import Facts, Finding
 from pipeline.paths import Home
@@ -71,27 +67,6 @@ def test_what_the_training_needs_and_is_not_installed(
     assert extra[1].startswith("in the folder of hotpush: pip install -e '.[torch]'")
 
 
-@pytest.mark.parametrize("of", ["runner's metrics", "receiver"])
-def test_a_taken_port(home: Home, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
-    monkeypatch.setenv("PIPELINE_RECEIVER__PORT", str(free_port()))
-    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
-    settings = load_settings()
-    port = settings.receiver.port if of == "receiver" else settings.jobs.metrics_port
-
-    def found() -> list[tuple[str, str]]:
-        facts = Facts(home, settings)
-        found = [*doctor.check_services(facts), *doctor.check_ports(facts)]
-        return wrong(each for each in found if each.check == "ports" and str(port) in each.message)
-
-    assert found() == []
-    with socket.create_server(("127.0.0.1", port)):
-        [(message, _)] = found()
-        assert message.startswith(
-            f"port {port} for the {of} cannot be used (Address already in use)"
-        )
-        assert ("metrics_port under [jobs]" if of != "receiver" else "[receiver]") in message
-
-
 def test_a_disk_that_is_nearly_full(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> list[tuple[str, str]]:
         told = doctor.check_state_folder(Facts(home, load_settings()))
@@ -114,31 +89,6 @@ def test_a_served_release_that_is_gone(home: Home) -> None:
     [found] = wrong(doctor.check_releases(Facts(home, load_settings())))
     gone = f"{release.id} is served, but its folder is gone"
     assert found == (gone, "pipeline releases rollback")
-
-
-def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(home: Home) -> None:
-    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
-
-    def step() -> str:
-        [(_, step)] = wrong(doctor.check_last_jobs(Facts(home, load_settings())))
-        return step
-
-    spec = JobSpec(command=("x",), pipeline="a")
-    home.jobs_database.parent.mkdir()
-    with JobStore.open(home.jobs_database) as store:
-        for _ in range(2):
-            store.submit(spec, by_hand=True)
-            job = store.claim("runner", 60)
-            assert job is not None
-            store.finish(job.id, "runner", JobOutcome(result="failed", reason="a bad row"))
-            [(message, _)] = wrong(doctor.check_last_jobs(Facts(home, load_settings())))
-            assert message == f"a: {job.id} failed: a bad row"
-            assert step() == f"pipeline jobs logs {job.id}; then push again, or: pipeline jobs run"
-        correction = store.submit(spec, by_hand=True)
-        first = f"pipeline jobs logs {job.id}; then wait for job {correction.id}, which is"
-        assert step() == f"{first} pending: pipeline jobs wait {correction.id}"
-        store.claim("runner", 60)
-        assert step() == f"{first} running: pipeline jobs wait {correction.id}"
 
 
 def test_a_killed_stack_is_not_also_said_to_be_well(home: Home) -> None:

@@ -220,18 +220,12 @@ def test_what_a_busy_and_a_stopped_server_answer(
                 assert full.status_code in (429, 503) and "Retry-After" in full.headers
 
 
-def test_health_and_metrics_of_all(url: str, servers: list[Server]) -> None:
+def test_health_of_all_and_where_the_metrics_are(url: str, servers: list[Server]) -> None:
     health = httpx.get(f"{url}/health").json()
     assert health["status"] == "ok" and set(health["pipelines"]) == {"faq", "notes"}
     assert httpx.get(f"{url}/live").json() == {"status": "ok"}
-    servers[1].post(url)
-    text = httpx.get(f"{url}/metrics").text
-    lines = [
-        line for line in text.splitlines() if "requests" in line and 'pipeline="notes"' in line
-    ]
-    assert lines, text[:2000]
-    types = [line for line in text.splitlines() if line.startswith("# TYPE")]
-    assert len(types) == len(set(types)), "each metric is described once"
+    assert httpx.get(f"{url}/metrics").status_code == 404
+    assert "vllm:num_requests_running" in httpx.get(f"{servers[1].url}/metrics").text
 
 
 def test_without_a_key_a_page_of_another_name_gets_nothing(tmp_path: Path) -> None:
@@ -248,7 +242,7 @@ def test_without_a_key_a_page_of_another_name_gets_nothing(tmp_path: Path) -> No
         gateway = create_app({"faq": server, "other": server}, max_body_bytes=MAX_BODY_BYTES)
         with running(gateway) as url:  # type: ignore[arg-type]
             evil = {"Host": "evil.example"}
-            for path in ("/v1/models", "/health", "/metrics", "/docs", "/v1/models/faq"):
+            for path in ("/v1/models", "/health", "/docs", "/v1/models/faq"):
                 assert httpx.get(f"{url}{path}", headers=evil).status_code == 403, path
             body = json.dumps({"model": "faq", "prompt": "Hello"})
             answer = httpx.post(f"{url}/v1/completions", content=body, headers=evil)

@@ -9,10 +9,9 @@ from sqlalchemy import delete
 
 from pipeline.hub import database as tables
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.service import stopped_hub
 from serving.weights import release_store
-from tests.hub_fixtures import commit_file, running_hub, wait_until
-from tests.integration.test_hub_purge import Place, pipeline, place, pushed
+from tests.hub_fixtures import commit_file, running_hub, stopped_hub, wait_until
+from tests.integration.test_hub_purge import Place, place, pushed
 
 __all__ = ["place", "pushed"]
 
@@ -58,16 +57,16 @@ def forget_events(place: Place) -> None:
 def test_gc_removes_what_nothing_needs(place: Place) -> None:
     with place.hub() as hub:
         place.push_away(hub)
-    assert "removed 0 commits that nothing needs" in pipeline("gc").stdout
+    assert "removed 0 commits that nothing needs" in place.pipeline("gc").stdout
     assert place.has(place.after), "an event names it"
     forget_events(place)
     needed = place.release(1, place.bad)
     # The release needs a commit that only the ref of a later one leads to.
-    assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
+    assert "removed 1 commits that nothing needs" in place.pipeline("gc").stdout
     assert (place.has(place.bad), place.has(place.after)) == (True, False)
     release_store.remove(place.home.releases_dir / "facts", needed)
     with place.hub(needed_commits=set):
-        assert "removed 1 commits that nothing needs" in pipeline("gc").stdout
+        assert "removed 1 commits that nothing needs" in place.pipeline("gc").stdout
     assert not place.has(place.bad) and place.has(place.good)
 
 
@@ -83,7 +82,9 @@ def test_gc_removes_a_large_file_that_no_commit_names_any_more(
     files = LargeFiles(place.folder)
     [oid] = files.oids()
     os.utime(files.path(oid), (0, 0))
-    assert "large files" not in pipeline("gc").stdout, "an event names the commit of the upload"
+    assert "large files" not in place.pipeline("gc").stdout, (
+        "an event names the commit of the upload"
+    )
     forget_events(place)
-    assert "removed 2.0 MB of large files that no commit names" in pipeline("gc").stdout
+    assert "removed 2.0 MB of large files that no commit names" in place.pipeline("gc").stdout
     assert list(files.oids()) == []

@@ -1,7 +1,6 @@
 """What a client with a good token may send to harm the hub: long, deep, odd and slow to match."""
 
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 from typing import Any
@@ -83,38 +82,6 @@ def test_folders_that_are_nested_by_thousands_take_no_memory(hub: RunningHub, na
     assert is_refused(preupload(hub, name, *paths), "nest the folders less deeply")
     assert is_refused(commit(hub, name, *map(file, paths)), "nest the folders less deeply")
     assert commit(hub, name, *map(file, deep)).status_code == 200
-
-
-def test_a_token_reaches_no_repository_that_took_the_name_while_the_body_came(
-    hub: RunningHub, name: str
-) -> None:
-    created = hub.request(
-        "POST",
-        f"/api/settings/tokens/{name.partition('/')[2]}",
-        params={"role": "write", "repositories": f"dataset:{name}"},
-    )
-    token = created.json()["token"]
-
-    header = {"key": "header", "value": {"summary": "Change"}}
-    body = "\n".join(json.dumps(line) for line in (header, file("a.txt"))).encode()
-    head = (
-        f"POST /api/datasets/{name}/commit/main HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        f"Authorization: Bearer {token}\r\nContent-Length: {len(body)}\r\n"
-        "Expect: 100-continue\r\nConnection: close\r\n\r\n"
-    )
-    url = httpx.URL(hub.url)
-    with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
-        connection.sendall(head.encode())
-        # The hub asks for the body only after it has found the repository.
-        assert connection.recv(1024).startswith(b"HTTP/1.1 100")
-        hub.api.delete_repo(name, repo_type="dataset")
-        hub.api.create_repo(name, repo_type="dataset")
-        connection.sendall(body)
-        with connection.makefile("rb") as answer:
-            found = answer.read().decode()
-    assert found.startswith("HTTP/1.1 404")
-    assert "does not reach it" in found
-    assert len(hub.api.list_repo_commits(name, repo_type="dataset")) == 1
 
 
 def test_texts_that_git_cannot_store_are_refused(hub: RunningHub, name: str) -> None:

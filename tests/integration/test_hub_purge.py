@@ -1,13 +1,12 @@
 """`pipeline hub purge`: what must go is gone."""
 
+import contextlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,12 @@ from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.cli.main import app
+from pipeline.hub.errors import HubError
+from pipeline.hub.routes import administration
 from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
+from pipeline.traces import needed_commits
 from serving.weights import release_store
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.hub_fixtures import (
@@ -30,20 +32,16 @@ from tests.hub_fixtures import (
     commit_file,
     run_git,
     running_hub,
-    wait_until,
 )
 from tests.ports import free_ports
 
 SECRET = "the secret row that was pushed by mistake"
-SLOW_GIT = """\
-#!/bin/sh
-case " $* " in *" gc "*) touch {reached}; exec sleep 600;; esac
-exec {git} "$@"
-"""
 
 
 class Place:
     """A state folder, a clone, and three commits, of which the last two were pushed away again."""
+
+    is_up = False
 
     def __init__(self, root: Path) -> None:
         self.root, self.home = root, Home(root / "state")
@@ -77,7 +75,31 @@ class Place:
             if self.worktree.exists():  # this hub is on another port
                 url = f"{hub.url}/datasets/local/facts"
                 hub.git("remote", "set-url", "origin", url, cwd=self.worktree)
-            yield hub
+            self.is_up = True
+            try:
+                yield hub
+            finally:
+                self.is_up = False
+
+    def pipeline(self, *arguments: str) -> Result:
+        """`pipeline hub …`, with a hub of the project if none is up."""
+        with contextlib.ExitStack() as stack:
+            if not self.is_up:
+                store = stack.enter_context(open_job_store(load_settings(), self.home))
+                stack.enter_context(
+                    self.hub(needed_commits=partial(needed_commits, self.home, store))
+                )
+            return CliRunner().invoke(app, ["hub", *arguments])
+
+    def purged(self, sha: str, *arguments: str) -> str:
+        result = self.pipeline("purge", "local/facts", sha, "--yes", *arguments)
+        assert result.exit_code == 0, result.exception
+        return result.stdout
+
+    def refused(self, sha: str, *arguments: str) -> str:
+        error = self.pipeline("purge", "local/facts", sha, "--yes", *arguments).exception
+        assert error is not None and not isinstance(error, SystemExit), error
+        return str(error)
 
     def push(self, hub: RunningHub, file: str, content: str) -> str:
         sha = commit_file(hub, self.worktree, file, content)
@@ -175,22 +197,6 @@ def place(pushed: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pla
     return place
 
 
-def pipeline(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["hub", *arguments])
-
-
-def purged(sha: str, *arguments: str, name: str = "local/facts") -> str:
-    result = pipeline("purge", name, sha, "--yes", *arguments)
-    assert result.exit_code == 0, result.exception
-    return result.stdout
-
-
-def refused(sha: str, *arguments: str, name: str = "local/facts") -> str:
-    error = pipeline("purge", name, sha, "--yes", *arguments).exception
-    assert error is not None and not isinstance(error, SystemExit), error
-    return str(error)
-
-
 def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(place: Place) -> None:
     place.leave_traces()
     with open_job_store(load_settings(), place.home) as store:
@@ -198,11 +204,13 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(place: Plac
     ids = [place.release(1, place.good), place.release(2, place.bad)]
     ids.append(place.release(3, place.good, parent=ids[1]))
     with place.hub() as hub:
-        assert "refs/heads/main of the dataset local/facts still leads to" in refused(place.bad)
+        assert "refs/heads/main of the dataset local/facts still leads to" in place.refused(
+            place.bad
+        )
         place.push_away(hub)
         # As a collection of git leaves it: in a pack of objects that no branch leads to.
         place.git("gc", "-q")
-        said = purged(place.bad)
+        said = place.purged(place.bad)
     assert (
         f"{place.bad} is gone from the dataset local/facts. Removed: 2 commits; 1 job folders"
         in said
@@ -220,7 +228,7 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(place: Plac
         assert outcome is not None and outcome.reason is not None
         assert "was purged" in outcome.reason
     assert place.git("rev-parse", "refs/heads/main") == place.good
-    assert "the purge is now complete" in refused(place.bad), "it may be run again"
+    assert "the purge is now complete" in place.refused(place.bad), "it may be run again"
     with place.hub() as hub:
         assert place.push(hub, "rows.jsonl", "better")
 
@@ -230,33 +238,29 @@ def test_what_lay_before_the_purged_commit_is_kept_as_it_was(place: Place) -> No
         hub.git("checkout", "-q", "--orphan", "anew", cwd=place.worktree)
         fresh = commit_file(hub, place.worktree, "rows.jsonl", "fresh")
         hub.git("push", "-q", "--force", "origin", "anew:main", cwd=place.worktree)
-    purged(place.bad)
+    place.purged(place.bad)
     assert place.holds_the_secret() == []
     assert place.has(place.good) and place.has(fresh)
-    pipeline("gc")
+    place.pipeline("gc")
     assert place.has(place.good)
     assert place.git("for-each-ref", "refs/keep/") == ""
 
 
-def test_a_purge_that_is_killed_is_run_again(place: Place, tmp_path: Path) -> None:
+def test_a_purge_that_is_interrupted_is_run_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.leave_traces()
     with place.hub() as hub:
         place.push_away(hub)
-    shim, reached, git = tmp_path / "bin" / "git", tmp_path / "reached", shutil.which("git")
-    shim.parent.mkdir()
-    shim.write_text(SLOW_GIT.format(reached=reached, git=git))
-    shim.chmod(0o755)
-    command = [sys.executable, "-m", "pipeline", "hub", "purge", "local/facts", place.bad, "--yes"]
-    environment = {**os.environ, "PATH": f"{shim.parent}{os.pathsep}{os.environ['PATH']}"}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        wait_until(lambda: reached.exists() or process.poll() is not None)
-        assert process.poll() is None
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+
+    def fail(*_: object, **__: object) -> int:
+        raise HubError("the hub is stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(administration, "sweep", fail)
+        assert "answered 500" in place.refused(place.bad)
     assert place.has(place.bad)
-    assert "is gone" in purged(place.bad)
+    assert "is gone" in place.purged(place.bad)
     assert place.holds_the_secret() == []
 
 
@@ -269,14 +273,16 @@ def test_releases_go_if_told_and_a_served_one_keeps_all_as_it_is(place: Place) -
     ids.append(place.release(3, place.good, parent=ids[1]))
     release_store.set_current(folder, ids[2])
     before = place.holds_the_secret()
-    assert f"{ids[2]} is not removed, because it is served" in refused(place.bad, "--releases")
+    assert f"{ids[2]} is not removed, because it is served" in place.refused(
+        place.bad, "--releases"
+    )
     assert place.holds_the_secret() == before
     assert release_store.release_ids(folder) == ids
     release_store.set_current(folder, ids[0])
-    asked = pipeline("purge", "local/facts", place.bad, "--releases").output
+    asked = place.pipeline("purge", "local/facts", place.bad, "--releases").output
     assert "Purge the dataset local/facts? [y/N]" in asked
     assert release_store.release_ids(folder) == ids, "nobody has answered the question"
-    said = purged(place.bad, "--releases")
+    said = place.purged(place.bad, "--releases")
     for words in (asked, said):
         assert f"; release {ids[1]} of facts; release {ids[2]} of facts" in words
     assert release_store.release_ids(folder) == ids[:1]
@@ -292,8 +298,10 @@ def test_a_release_is_found_although_the_one_before_it_is_gone(place: Place) -> 
     release_store.remove(folder, ids[0])
     with place.hub() as hub:
         place.push_away(hub)
-    assert f"release {ids[1]} of facts was trained on a removed commit, or" in purged(place.bad)
-    purged(place.bad, "--releases")
+    assert f"release {ids[1]} of facts was trained on a removed commit, or" in place.purged(
+        place.bad
+    )
+    place.purged(place.bad, "--releases")
     assert release_store.release_ids(folder) == ids[2:]
 
 
@@ -303,7 +311,7 @@ def test_what_has_a_damaged_manifest_is_named(place: Place) -> None:
     with place.hub() as hub:
         place.push_away(hub)
     for arguments in ([], ["--releases"]):
-        said = pipeline("purge", "local/facts", place.bad, "--yes", *arguments).stdout
+        said = place.pipeline("purge", "local/facts", place.bad, "--yes", *arguments).stdout
         assert f"{damaged} stays, because its manifest cannot be read." in said
         assert f"To remove it: rm -r {damaged}" in said
         assert damaged.is_dir()
@@ -320,11 +328,11 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
             if sha == place.good:
                 assert store.claim("me", 60) is not None
                 runs = job.id
-        words = refused(place.bad)
+        words = place.refused(place.bad)
         assert f"{job.id} (SCHEDULING), {runs} (RUNNING) may still read these commits" in words
         store.cancel(job.id)
         store.finish(runs, "me", None)
-    purged(place.bad)
+    place.purged(place.bad)
     assert place.holds_the_secret() == []
 
 
@@ -338,9 +346,9 @@ def test_a_purge_of_a_model_leaves_the_dataset_of_the_same_name_alone(place: Pla
             range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=place.bad)
             store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
             assert store.claim("me", 60) is not None
-        asked = pipeline("purge", "local/facts", place.bad, "--type", "model").output
+        asked = place.pipeline("purge", "local/facts", place.bad, "--type", "model").output
         assert "removes for good: 2 commits. Purge the model local/facts?" in asked
-        said = purged(place.bad, "--type", "model")
+        said = place.purged(place.bad, "--type", "model")
     assert said.splitlines() == [
         f"{place.bad} is gone from the model local/facts. Removed: 2 commits"
     ]
@@ -370,31 +378,31 @@ def test_a_purge_of_a_model_finds_what_jobs_have_made_of_their_base_model(place:
             spec = JobSpec(command=("true",), settings={"base_model": "Local/facts@main"})
             job = store.submit(spec)
             assert store.claim("me", 60) is not None
-            words = refused(place.bad, "--type", "model")
+            words = place.refused(place.bad, "--type", "model")
             assert f"{job.id} (RUNNING) may still read these commits" in words
             store.finish(job.id, "me", None)
-        said = purged(place.bad, "--type", "model")
+        said = place.purged(place.bad, "--type", "model")
     assert f"Removed: 2 commits; {base}\n" in said
     assert f"release {ids[1]} of facts was trained from a removed commit, or" in said
     assert f"release {ids[0]}" not in said
     assert list(bases.iterdir()) == [other]
-    purged(place.bad, "--type", "model", "--releases")
+    place.purged(place.bad, "--type", "model", "--releases")
     assert release_store.release_ids(place.home.releases_dir / "facts") == ids[:1]
 
 
 def test_a_commit_that_is_only_left_in_downloads_is_removed_there(place: Place) -> None:
     lost = "1" * 40
     place.leave_traces()
-    words = refused(lost)
+    words = place.refused(lost)
     assert f"the dataset local/facts does not have the commit {lost}" in words
     assert "check the sha" in words
     rows = place.home.snapshots_dir / "facts" / f"datasets--local--facts/snapshots/{lost}/a.jsonl"
     rows.parent.mkdir(parents=True)
     rows.write_text(SECRET)
-    assert "no commits, because none is in the repository" in purged(lost)
+    assert "no commits, because none is in the repository" in place.purged(lost)
     assert not rows.exists()
 
 
 def test_what_is_no_commit_is_refused(place: Place) -> None:
-    assert "give all 40 digits" in refused("main")
-    assert "is a blob, not a commit: give the sha of the commit" in refused(place.blob)
+    assert "give all 40 digits" in place.refused("main")
+    assert "is a blob, not a commit: give the sha of the commit" in place.refused(place.blob)

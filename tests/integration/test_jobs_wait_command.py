@@ -132,7 +132,7 @@ def test_counts_are_told_wherever_a_job_is_shown(store: JobStore) -> None:
     counts = Counts(changed=60, learned=58, learned_before=3)
     store.submit(spec(A), delivery=delivery("d1"))
     end(store, JobOutcome(result="promoted", counts=counts))
-    for command in (["wait", "--latest"], ["inspect", "--latest"], ["ls"]):
+    for command in (["wait", "--latest"], ["ls"]):
         shown = CliRunner().invoke(app, ["jobs", *command]).stdout
         assert "learned 58 of 60 (3 before)" in shown, command
 

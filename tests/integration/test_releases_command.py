@@ -189,48 +189,6 @@ def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Conf
         assert again.stdout == f"{ids[0]} is already served\n"
 
 
-def test_after_a_rollback_status_says_who_from_what_and_what_a_push_will_do(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOGNAME", "ada")
-    folder = configure(*free_ports(1))
-    ids: list[str] = []
-    for seed in (1, 2, 3):
-        release = echo_release(folder, seed)
-        lineage = release.lineage.model_copy(update={"parent": ids[-1] if ids else None})
-        evaluation = {"counts": {"changed": 50, "all_changed": 61 * (seed > 1)}}
-        made = release.model_copy(update={"lineage": lineage, "evaluation": evaluation})
-        (folder / release.id / RELEASE_FILE).write_text(made.model_dump_json())
-        ids.append(release.id)
-    release_store.set_current(folder, ids[2])
-
-    def told() -> tuple[Any, str]:
-        (answers,) = status_as_json()["pipelines"]
-        return answers["went_back"], " ".join(pipeline("status").output.split())
-
-    assert told()[0] is None
-    pipeline("releases", "swap", ids[0])  # no server is up, so the next one goes back
-    assert told()[0] is None, "the newer one is still served"
-    release_store.set_current(folder, ids[0])
-    back, text = told()
-    assert (back["by"], back["former"], back["changed_rows"]) == ("ada", ids[2], 122)
-    assert f"went back ada went back from {ids[2]} to {ids[0]}, " in text
-    assert "it lacks 122 changed rows" in text
-    assert f"next push trains {ids[0]} on all rows that changed since its commit" in text
-    assert f"also those of {ids[2]}" in text and "pipeline pause answers" in text
-    release_store.set_current(folder, ids[2])
-    assert told()[0] is None, "forward again"
-
-    monkeypatch.setenv("JOB_ID", "j000009")
-    with running(with_own_token(folder)) as url:
-        configure(int(url.rpartition(":")[2]))
-        assert httpx.get(f"{url}/health").json()["release"] == ids[0], "it was pending"
-        release_store.clear_pending(folder, ids[0])
-        for release in (ids[2], ids[1]):
-            pipeline("releases", "swap", release, "--pipeline", "answers")
-        assert told()[0]["by"] == "job j000009" and told()[0]["changed_rows"] == 61
-
-
 def test_a_release_that_is_not_there_is_told_with_where_to_look(configure: Configure) -> None:
     configure(1)
     refused = pipeline("releases", "swap", "r000009-00000000")
@@ -330,13 +288,11 @@ def test_the_way_back_from_a_damaged_release(configure: Configure) -> None:
     assert release_store.pending_release(folder) == first.id
 
 
-def test_verify_prune_and_show_print_json(configure: Configure) -> None:
+def test_verify_and_show_print_json(configure: Configure) -> None:
     folder = configure(1)
     ids = [echo_release(folder, seed).id for seed in (1, 2, 3)]
     assert json.loads(pipeline("releases", "show", ids[0], "--json").output)["id"] == ids[0]
-    assert json.loads(pipeline("releases", "prune", "--keep", "2", "--json").output) == {
-        "removed": ids[:1]
-    }
+    assert pipeline("releases", "prune", "--keep", "2").stdout == f"removed {ids[0]}\n"
     (folder / ids[2] / "tokenizer.json").unlink()
     result = pipeline("releases", "verify", "--json")
     assert result.exit_code == 1

@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.errors import NoHead
-from jobs.job import Head
 from jobs.outcome import JobOutcome
 from jobs.process import identify
 from jobs.spec import JobSpec, RevisionRange
@@ -120,14 +119,10 @@ def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> Non
     id = hub.api.create_webhook(
         url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}]
     ).id
-    assert json.loads(pipeline("status", "--json"))["suspended_webhooks"] == []
+    loud = f"! webhook: {id} is suspended"
+    assert loud not in pipeline("status")
     hub.request("POST", f"/api/settings/webhooks/{id}/test")
-
-    def suspended() -> Any:
-        return json.loads(pipeline("status", "--json"))["suspended_webhooks"]
-
-    wait_until(lambda: suspended() == [{"id": id, "url": receiver.url}])
-    assert f"! webhook: {id} is suspended" in pipeline("status")
+    wait_until(lambda: loud in pipeline("status"))
     assert any(f"{id} is suspended" in message for message, _ in wrong())
 
 
@@ -135,7 +130,7 @@ def test_doctor_names_a_watch_that_never_fires(hub: RunningHub) -> None:
     hub.create_dataset("local/facts")
     watched = [{"type": "dataset", "name": "local/fatcs"}]
     id = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=watched).id
-    told = f"{id}: there is no dataset:local/fatcs here; did you mean dataset:local/facts?"
+    told = f"{id}: there is no dataset:local/fatcs here"
     assert told in [message for message, _ in wrong()]
     hub.create_dataset("local/fatcs")
     assert told not in [message for message, _ in wrong()]
@@ -189,25 +184,13 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
         assert not any("the hub has no webhook" in message for message in dict(wrong()))
 
 
-@pytest.mark.parametrize("is_served", [True, False])
-def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
-    hub: RunningHub, tmp_path: Path, is_served: bool
+def test_the_newest_commit_is_named_if_another_one_is_served(
+    hub: RunningHub, tmp_path: Path
 ) -> None:
-    worktree = clone(hub, tmp_path)
-    head = push(hub, worktree)
+    head = push(hub, clone(hub, tmp_path))
     folder = Home.find().releases_dir / "facts"
-    served, newer = (echo_release(folder, seed).id for seed in (1, 2))
-    release_store.set_current(folder, served)
-
+    release_store.set_current(folder, echo_release(folder, 1).id)
     assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
-    with open_job_store(load_settings(), Home.find()) as store:
-        store.submit(training_on(head))
-        job = store.claim("me", 60, lambda job: Head(sha=head, payload={}))
-        assert job is not None
-        compared = served if is_served else newer
-        store.finish(job.id, "me", JobOutcome(result="unchanged", served_release=compared))
-    changes_no_row = f"; the newest commit is {head[:12]}, which changes no row\n"
-    assert (changes_no_row in pipeline("status")) == is_served, "after a rollback, it does"
 
 
 def test_a_paused_pipeline_says_so_wherever_its_job_is_shown(
@@ -252,14 +235,13 @@ def test_a_lost_object_is_named_and_comes_back_from_a_clone(
     assert hub.request("GET", "/api/datasets/local/facts/tree/main").is_success
 
 
-def test_doctor_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> None:
+def test_status_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> None:
     with open_job_store(load_settings(), Home.find()) as store:
         store.submit(JobSpec(command=("true",), pipeline="facts"))
         job = store.claim("me", 60)
         assert job is not None
         store.finish(job.id, "me", JobOutcome(result="rejected", reason="worse"))
-    (advice,) = [next_step for message, next_step in wrong() if "worse" in message]
-    assert "pipeline jobs run --force --reason WHY" in advice
+    assert "pipeline jobs run --force --reason WHY" in " ".join(pipeline("status").split())
 
 
 def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(

@@ -90,7 +90,7 @@ def test_every_command_that_changes_something_names_its_stack(
         "hub tokens revoke t1",
     ):
         assert CliRunner().invoke(app, command.split()).stderr.startswith(named), command
-    for command in ("status", "jobs ls", "releases ls", "env", "releases prune --json"):
+    for command in ("status", "jobs ls", "releases ls", "env", "releases publish x --json"):
         assert named not in CliRunner().invoke(app, command.split()).stderr, command
     (notes / "pipeline.toml").write_text("[[pipelines]")
     assert "pipeline none" in CliRunner().invoke(app, ["releases", "rollback"]).stderr
@@ -123,10 +123,10 @@ def test_init_overwrites_on_request_only(folder: Path) -> None:
     [
         (
             ("--name", "my notes", "--dataset", "local/notes"),
-            "--name 'my notes': a name has letters",
+            "name: a name has letters",
         ),
-        (("--name", "notes", "--dataset", "notes"), "--dataset 'notes': write it as OWNER/NAME"),
-        ((*INIT[1:], "--base-model", "preset:big"), "--base-model 'preset:big': there is no such"),
+        (("--name", "notes", "--dataset", "notes"), "dataset: write it as OWNER/NAME"),
+        ((*INIT[1:], "--base-model", "preset:big"), "base_model: there is no such"),
     ],
 )
 def test_init_says_in_words_what_is_wrong(

@@ -82,8 +82,7 @@ def test_a_cut_payload_keeps_the_commits_and_says_that_it_is_cut() -> None:
     }
     cut = json.loads(inline_payload(payload))
     assert cut["updatedRefs"] == refs and cut["event"] == payload["event"]
-    assert cut["truncated"] is True and cut["updatedFilesTruncated"] is True
-    assert 0 < len(cut["updatedFiles"]) < 20_000
+    assert cut["truncated"] is True and cut.keys().isdisjoint({"updatedFiles", "comment"})
 
 
 @settings(max_examples=50, deadline=None)

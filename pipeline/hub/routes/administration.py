@@ -1,10 +1,8 @@
 """What the hub's own token allows: to manage tokens, to remove the commits and large files that
 nothing needs any more (`collect_garbage`), and to remove a commit that was pushed by mistake
-(`purge`). The commands `pipeline hub tokens`, `gc` and `purge` call the routes while the hub runs,
-and the functions below while no hub runs.
+(`purge`). The commands `pipeline hub tokens`, `gc` and `purge` call the routes.
 
-A token that a person created may only read, or read and write, and is valid for all repositories or
-only for some.
+A token that a person created may only read, or read and write.
 
 A commit that is on no branch any more stays, because a release may name it, and a client may fetch
 it by its sha. Only `sweep` removes such commits. Git itself never does it (`gc.auto = 0`). Every
@@ -16,7 +14,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TypedDict, get_args
 
 from fastapi import APIRouter, Depends
@@ -34,11 +32,8 @@ from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.large_files import GRACE_SECONDS, LargeFiles
 from pipeline.hub.repositories import (
     SHA,
-    Repositories,
     Repository,
-    RepositoryName,
     open_bases,
-    repository_name,
 )
 from pipeline.hub.routes.contents import described
 from pipeline.hub.service import HubOf, Locked, NeededCommits, Role, digest, hubs_own
@@ -50,25 +45,44 @@ router = APIRouter(prefix="/api/settings", dependencies=[Depends(hubs_own)])
 
 
 @router.get("/tokens")
-def show_tokens(hub: HubOf) -> list[Json]:
-    return list_tokens(hub.repositories)
+def list_tokens(hub: HubOf) -> list[Json]:
+    with hub.database.read() as connection:
+        return [
+            {"name": row.name, "role": row.role, "createdAt": iso_time(row.created_at)}
+            for row in connection.execute(select(table).order_by(table.c.created_at))
+        ]
 
 
 @router.post("/tokens/{name:part}")
-def create(
-    hub: HubOf, name: str, role: str = "read", repositories: str | None = None
-) -> JSONResponse:
-    """Creates a token for `repositories`, such as `dataset:local/facts,…`. Without them, it is for
-    all repositories. An empty `repositories` is an error, so that a script whose variable is empty
-    gets no token for everything."""
-    reaches = [] if repositories is None else repositories.split(",")
-    made = create_token(hub.repositories, name, role, reaches)
+def create_token(hub: HubOf, name: str, role: str = "read") -> JSONResponse:
+    """Creates a token. Only this answer shows the token."""
+    if role not in get_args(Role):
+        raise BadRequest(f"{role!r} is not a role: choose read or write.")
+    check_name(name)
+    token = f"hf_{secrets.token_hex(20)}"
+    with hub.database.write() as connection:
+        if connection.execute(select(table.c.name).where(table.c.name == name)).first() is not None:
+            raise Conflict(
+                f"There is a token {name!r} already: revoke it first, or choose another name."
+            )
+        connection.execute(
+            insert(table).values(
+                name=name, digest=digest(token.encode()), role=role, created_at=time.time()
+            )
+        )
+    made = {"name": name, "role": role, "token": token}
     return JSONResponse(made, headers={"Cache-Control": "no-store"})
 
 
 @router.delete("/tokens/{name:part}")
-def revoke(hub: HubOf, name: str) -> Json:
-    return revoke_token(hub.repositories, name)
+def revoke_token(hub: HubOf, name: str) -> Json:
+    """Deletes a token, so that the next request with it is refused. Raises NotFound."""
+    with hub.database.write() as connection:
+        if connection.execute(delete(table).where(table.c.name == name)).rowcount == 0:
+            raise NotFound(
+                f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."
+            )
+    return {"revoked": name}
 
 
 @router.post("/gc")
@@ -107,68 +121,6 @@ def check_name(name: str) -> None:
             f"{name!r} is not a valid name for a token: use 1 to 96 letters, digits, '-', '_' and "
             "'.', beginning with a letter or a digit."
         )
-
-
-def create_token(repositories: Repositories, name: str, role: str, reaches: Sequence[str]) -> Json:
-    """Creates a token. `reaches` are the only repositories for which it is valid, such as
-    `dataset:local/facts`; if it is empty, the token is for all repositories. Only this answer
-    shows the token."""
-    if role not in get_args(Role):
-        raise BadRequest(f"{role!r} is not a role: choose read or write.")
-    check_name(name)
-    token = f"hf_{secrets.token_hex(20)}"
-    ids = [repositories.find(_named(item)).id for item in reaches]
-    with repositories.database.write() as connection:
-        if connection.execute(select(table.c.name).where(table.c.name == name)).first() is not None:
-            raise Conflict(
-                f"There is a token {name!r} already: revoke it first, or choose another name."
-            )
-        connection.execute(
-            insert(table).values(
-                name=name,
-                digest=digest(token.encode()),
-                role=role,
-                repositories=ids or None,
-                created_at=time.time(),
-            )
-        )
-    return {"name": name, "role": role, "token": token}
-
-
-def _named(item: str) -> RepositoryName:
-    type, _, id = item.partition(":")
-    owner, slash, short = id.partition("/")
-    if not slash:
-        raise BadRequest(
-            f"{item!r} does not name a repository: write its type, owner and name, such as "
-            "dataset:owner/name."
-        )
-    return repository_name(type, owner, short)
-
-
-def list_tokens(repositories: Repositories) -> list[Json]:
-    names = {each.id: f"{each.name.type}:{each.name.id}" for each in repositories.all()}
-    with repositories.database.read() as connection:
-        return [
-            {
-                "name": row.name,
-                "role": row.role,
-                "repositories": row.repositories
-                and [names.get(id, "(deleted)") for id in row.repositories],
-                "createdAt": iso_time(row.created_at),
-            }
-            for row in connection.execute(select(table).order_by(table.c.created_at))
-        ]
-
-
-def revoke_token(repositories: Repositories, name: str) -> Json:
-    """Deletes a token, so that the next request with it is refused. Raises NotFound."""
-    with repositories.database.write() as connection:
-        if connection.execute(delete(table).where(table.c.name == name)).rowcount == 0:
-            raise NotFound(
-                f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."
-            )
-    return {"revoked": name}
 
 
 def collect_garbage(

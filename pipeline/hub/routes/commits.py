@@ -119,10 +119,10 @@ async def preupload(
     path: the sha256 of a large file, or else the sha of the blob. If the client's file has the same
     id, the client does not send it."""
     paths = [new_file_path(file.path) for file in body.files]
-    find = partial(hub.repositories.find, name, identity.repositories)
+    find = partial(hub.repositories.find, name)
     # Most repositories have a commit, and then the request need not wait for the lock.
     if not await run_in_threadpool(lambda: read_refs(find())):
-        async with hub.locked(name, identity) as repository:
+        async with hub.locked(name) as repository:
             await run_in_threadpool(begin, hub.log, repository, identity)
 
     def read() -> list[Json]:
@@ -168,7 +168,7 @@ async def commit(
     # Find the repository again: while the body came in, another one may have got its name. Take the
     # slot after the lock. Otherwise a request that waits for the lock would hold a slot, which
     # another request could use.
-    async with hub.locked(name, identity) as repository, hub.commit_slots:
+    async with hub.locked(name) as repository, hub.commit_slots:
         made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
         sha, changes, num = made
         remarks = await run_in_threadpool(hub.remarks, repository, changes)

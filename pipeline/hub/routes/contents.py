@@ -35,7 +35,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.http_json import Json, file_answer, iso_time, read_body
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.repositories import Repository
-from pipeline.hub.service import API, FILES, TYPES, HubOf, Readable, Who
+from pipeline.hub.service import API, FILES, TYPES, HubOf, Readable
 from receiver.rules import DEFAULT_BRANCH
 
 COMMITS_PER_PAGE = 1000
@@ -52,7 +52,6 @@ files = APIRouter(prefix=FILES)
 def list_repositories(
     request: Request,
     hub: HubOf,
-    identity: Who,
     author: str = "",
     search: Annotated[Sequence[str], Query()] = (),
     pipeline_tag: str = "",
@@ -75,7 +74,6 @@ def list_repositories(
             hub.repositories.all(), key=lambda each: each.created_at, reverse=True
         )
         if repository.name.type == type
-        and identity.may_see(repository)
         and author.lower() in ("", repository.name.owner.lower())
         and all(text.lower() in repository.name.id.lower() for text in search)
     ]

@@ -76,14 +76,11 @@ async def _clone(
 
 
 @router.post("/git-receive-pack", dependencies=[Depends(readable)])
-async def push(
-    request: Request, hub: HubOf, identity: Who, name: Named, body: Received
-) -> Response:
+async def push(request: Request, hub: HubOf, name: Named, body: Received) -> Response:
     # Find the repository again under its lock: while the body came in, it may have been removed or
-    # moved, and the token may not reach the repository that has its name now. Make the environment
-    # under the lock too, because it names the open pull requests: a push to one that was merged
-    # meanwhile would never reach its branch.
-    async with hub.locked(name, identity) as repository, hub.git_slots["push"]:
+    # moved. Make the environment under the lock too, because it names the open pull requests: a
+    # push to one that was merged meanwhile would never reach its branch.
+    async with hub.locked(name) as repository, hub.git_slots["push"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         # Git runs to its end even if the client goes away, because it may have moved refs already.
         done = await git.run(variables, body)

@@ -30,12 +30,9 @@ from pipeline.hub.service import (
     API,
     Hub,
     HubOf,
-    Identity,
     Locked,
     Readable,
-    Who,
     Writer,
-    everywhere,
     person,
 )
 from pipeline.hub.webhooks import list_webhooks
@@ -82,7 +79,7 @@ class NewTag(BaseModel):
 def create(
     request: Request,
     hub: HubOf,
-    identity: Annotated[Identity, Depends(everywhere)],
+    identity: Writer,
     body: Annotated[NewRepository, json_body(NewRepository)],
 ) -> Json:
     name = _new_name(hub, body.type, body.organization, body.name)
@@ -103,12 +100,10 @@ def create(
 
 
 @router.delete("/api/repos/delete", dependencies=[Depends(person)])
-async def remove(
-    hub: HubOf, identity: Who, body: Annotated[NamedRepository, json_body(NamedRepository)]
-) -> None:
+async def remove(hub: HubOf, body: Annotated[NamedRepository, json_body(NamedRepository)]) -> None:
     owner = body.organization or hub.settings.owner
     name = RepositoryName(type=body.type, owner=owner, name=body.name)
-    async with hub.locked(name, identity) as repository:
+    async with hub.locked(name) as repository:
         await run_in_threadpool(_delete, hub, repository)
 
 
@@ -120,12 +115,12 @@ def _delete(hub: Hub, repository: Repository) -> None:
 
 @router.post("/api/repos/move", dependencies=[Depends(person)])
 async def move(
-    request: Request, hub: HubOf, identity: Who, body: Annotated[Move, json_body(Move)]
+    request: Request, hub: HubOf, body: Annotated[Move, json_body(Move)]
 ) -> JSONResponse:
     source = hub.name_of(body.type, body.fromRepo)
     new_owner, _, new = body.toRepo.rpartition("/")
     target = _new_name(hub, body.type, new_owner, new)
-    async with hub.locked(source, identity) as repository:
+    async with hub.locked(source) as repository:
         told = await run_in_threadpool(_move, hub, repository, target)
     headers = client_warning(f"moved {repository.name.id}", told)
     return JSONResponse({"url": f"{hub_url(request)}/{target.path}"}, headers=headers)

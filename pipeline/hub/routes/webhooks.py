@@ -1,9 +1,8 @@
 """API routes for webhooks, which are those of `HfApi` of `huggingface_hub`, and for deliveries:
 they list deliveries, replay one, or send a test event. Checks what clients send about webhooks."""
 
-import difflib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from secrets import token_hex
 from typing import Annotated, Any, Literal, get_args
 
@@ -283,14 +282,8 @@ def _in_vain(item: HubWatchedItem, present: list[RepositoryName]) -> Iterator[st
     if any(item.covers(name) for name in present):
         return
     if item.type in ("org", "user"):
-        yield f"{item} has no repository here" + _close(item.name, {each.owner for each in present})
+        yield f"{item} has no repository here"
     elif item.type not in REPOSITORY_TYPES:
         yield f"{item} sends no event: this hub has no {item.type}s"
     else:
-        known = {f"{each.type}:{each.id}" for each in present}
-        yield f"there is no {item} here" + _close(str(item), known)
-
-
-def _close(wanted: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(wanted, sorted(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+        yield f"there is no {item} here"
