@@ -13,10 +13,12 @@ from typing import Annotated
 
 import typer
 
+from jobs.errors import StoreError
 from jobs.process import is_alive, send_signal
 from jobs.spec import is_git_url
 from jobs.store import JobStore
 from pipeline.cli.terminal import ChangesStack, project_home
+from pipeline.doctor.facts import Journal
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.job_store import check_schemas, open_job_store
@@ -70,8 +72,17 @@ def up(
         for line in _where_to_push(settings):
             say(line)
         stack.mark_ready()  # from here on, `up --detach` prints no further line
+        journal = Journal(open_job_store(settings, home))
+        store_error = None
         while True:
-            for line in stack.check_services():
+            try:
+                lines, store_error = journal.news(), None
+            except StoreError as error:
+                # Continue, because an error such as a full disk is no reason to stop the stack.
+                # Each turn of this loop may raise the same error again. Print it only once.
+                lines = [] if str(error) == store_error else [str(error)]
+                store_error = str(error)
+            for line in [*stack.check_services(), *lines]:
                 # The disk of up's log may be full, which is no reason to stop the stack.
                 with contextlib.suppress(OSError):
                     say(line)

@@ -15,6 +15,7 @@ from jobs.errors import HeadAway, NoHead
 from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.process import is_alive
+from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.job_store import reading_jobs
@@ -36,6 +37,9 @@ from serving.weights.release_store import (
 READ_IT = "do what the message says"
 NUM_JOBS = 20
 """How many of the newest jobs of a pipeline are looked at."""
+NUM_WATCHED = 100
+"""`news` looks at only this many of the newest jobs. This is enough, because an older job has
+almost always ended, and the state of an ended job does not change."""
 WAYS_ON = (
     "push a correction; or accept the rows as they are with: pipeline jobs run --force --reason WHY"
 )
@@ -192,6 +196,32 @@ def state_of(child: Child) -> Literal["up", "hung", "down"]:
 
 
 # What is said of jobs
+
+
+class Journal:
+    """Finds the jobs whose state has changed since the last call of `news`, or since this object
+    was created."""
+
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+        self._num_changes: int | None = None
+        self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
+
+    def news(self) -> list[str]:
+        """One line for each job whose state has changed. The line of the oldest job comes first.
+
+        Raises StoreError. The next call then returns the lines that this call could not return.
+        """
+        num_changes = self._store.num_changes()
+        if num_changes == self._num_changes:
+            return []
+        lines = []
+        for job in reversed(self._store.list(limit=NUM_WATCHED)):
+            if self._seen.get(job.id) != job.state:
+                self._seen[job.id] = job.state
+                lines.append(describe(job))
+        self._num_changes = num_changes
+        return lines
 
 
 def subject(job: Job) -> str:
