@@ -5,6 +5,7 @@ its own table of settings. This module combines these tables, and defines the ta
 `[[pipelines]]`.
 """
 
+import difflib
 import os
 import shlex
 import tomllib
@@ -20,7 +21,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -333,7 +333,8 @@ def load_settings() -> Settings:
     """Read the settings. If there is no settings file, each setting comes from an environment
     variable or has its default. By default there is no pipeline.
 
-    Raises PipelineError. The message names each wrong key.
+    Raises PipelineError. The message names each wrong key. For an unknown key, the message suggests
+    a known key with a similar name, or lists the known keys.
     """
     file = settings_file()
     try:
@@ -341,21 +342,57 @@ def load_settings() -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PipelineError(f"{file} is not TOML: {error}") from None
     except SettingsError as error:
-        # It does not show the value, which may be secret.
-        raise PipelineError(f"{error}; write a list or a table as JSON") from None
+        raise PipelineError(_not_json_text(error)) from None
     except ValidationError as error:
+        lines: dict[str, list[str]] = {}
+        for problem in error.errors():
+            location = problem["loc"]
+            source = _environment_variable(location) or str(file)
+            line = fault_text(location, problem["type"], problem["msg"], problem["input"])
+            lines.setdefault(source, []).append(line)
         raise PipelineError(
-            "; ".join(
-                f"{_environment_variable(each['loc']) or file}: {fault_text(each)}"
-                for each in error.errors()
-            )
+            "; ".join(f"{source}: {'; '.join(faults)}" for source, faults in lines.items())
         ) from None
+
+
+def _not_json_text(error: SettingsError) -> str:
+    """The message about an environment variable that sets a list or a table, but is not JSON."""
+    value = getattr(error.__cause__, "doc", None)
+    names = [
+        name
+        for name, text in os.environ.items()
+        if text == value and name.upper().startswith("PIPELINE_")
+    ]
+    return (
+        f"{', '.join(sorted(names)) or 'an environment variable PIPELINE_…'}: write a list or a "
+        "table as JSON; to set one key of a table, write for example PIPELINE_HUB__PORT=9000"
+    )
 
 
 def _environment_variable(location: tuple[int | str, ...]) -> str | None:
     """The environment variable that set this key; None if no variable set it."""
     wanted = "PIPELINE_" + "__".join(map(str, location))
     return next((name for name in os.environ if name.upper() == wanted.upper()), None)
+
+
+def fault_text(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
+    """A text that says what is wrong with the key at `location` in the settings, or with the value
+    of this key."""
+    keys = [key for key in location if isinstance(key, str)]
+    numbered = [f"number {key + 1}" for key in location if isinstance(key, int)]
+    if not keys:
+        return message.removeprefix("Value error, ")
+    *tables, key = keys
+    table = f"[{'.'.join(tables)}]" if tables else "the top level"
+    place = " ".join([table, *numbered])
+    if kind != "extra_forbidden":
+        is_shown = isinstance(given, str | int | float) and key not in SECRET_KEYS
+        got = f", got {given!r}" if is_shown else ""
+        return f"{key!r} in {place}: {value_fault_text(key, kind, message)}{got}"
+    known = list(_fields_at(tables))
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    return f"unknown key {key!r} in {place}; {hint}"
 
 
 _HOW_TO_WRITE = {
@@ -369,12 +406,19 @@ _HOW_TO_WRITE = {
 expression."""
 
 
-def fault_text(fault: ErrorDetails) -> str:
-    """The key, and what is wrong with it or with its value. Does not show the value, which may be
-    secret."""
-    words = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "string_pattern_mismatch":
-        words = _HOW_TO_WRITE.get(str(fault["loc"][-1]), words)
-    elif fault["type"] == "extra_forbidden":
-        words = "there is no such key; `pipeline settings` prints all keys"
-    return ": ".join(filter(None, (".".join(map(str, fault["loc"])), words)))
+def value_fault_text(key: str, kind: str, message: str) -> str:
+    """Pydantic's error message about the value of `key`. If the message would show a regular
+    expression, the text in `_HOW_TO_WRITE` replaces the message."""
+    if kind == "string_pattern_mismatch" and key in _HOW_TO_WRITE:
+        return _HOW_TO_WRITE[key]
+    words = message.removeprefix("Value error, ")
+    return words[0].lower() + words[1:]
+
+
+def _fields_at(tables: list[str]) -> dict[str, Any]:
+    model: Any = Settings
+    for table in tables:
+        model = (
+            PipelineSettings if table == "pipelines" else type(model.model_fields[table].default)
+        )
+    return dict(model.model_fields)

@@ -14,8 +14,8 @@ from pipeline.settings import (
     SECRET_KEYS,
     PipelineSettings,
     Settings,
-    fault_text,
     load_settings,
+    value_fault_text,
 )
 from receiver.settings import SETTINGS_FILE
 
@@ -62,7 +62,10 @@ def init(
             name=name, dataset=dataset, dataset_endpoint=dataset_endpoint, base_model=base_model
         )
     except ValidationError as error:
-        raise PipelineError(f"the options are not right: {fault_text(error.errors()[0])}") from None
+        problem = error.errors()[0]
+        option = str(problem["loc"][0]).replace("_", "-")
+        words = value_fault_text(str(problem["loc"][0]), problem["type"], problem["msg"])
+        raise PipelineError(f"--{option} {problem['input']!r}: {words}") from None
     file.write_text(
         TEXT.format(
             name=json.dumps(name),

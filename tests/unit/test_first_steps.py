@@ -123,10 +123,10 @@ def test_init_overwrites_on_request_only(folder: Path) -> None:
     [
         (
             ("--name", "my notes", "--dataset", "local/notes"),
-            "name: a name has letters",
+            "--name 'my notes': a name has letters",
         ),
-        (("--name", "notes", "--dataset", "notes"), "dataset: write it as OWNER/NAME"),
-        ((*INIT[1:], "--base-model", "preset:big"), "base_model: there is no such"),
+        (("--name", "notes", "--dataset", "notes"), "--dataset 'notes': write it as OWNER/NAME"),
+        ((*INIT[1:], "--base-model", "preset:big"), "--base-model 'preset:big': there is no such"),
     ],
 )
 def test_init_says_in_words_what_is_wrong(

@@ -149,26 +149,27 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[hub]\nprot = 1\n", ["hub.prot: there is no such key"]),
-        ("[hubs]\nport = 1\n", ["hubs: there is no such key"]),
-        ('[hub]\nport = "many"\n', ["hub.port: ", "valid integer"]),
+        ("[hub]\nprot = 1\n", ["'prot'", "[hub]", "did you mean 'port'?"]),
+        ("[hubs]\nport = 1\n", ["'hubs'", "the top level", "did you mean 'hub'?"]),
+        ("[hub]\nzzz = 1\n", ["'zzz'", "known keys: ", "port"]),
+        ('[hub]\nport = "many"\n', ["'port' in [hub]", "valid integer"]),
         ("[hub\n", ["is not TOML"]),
-        ('[[pipelines]]\nname = "a"\n', ["pipelines.0.dataset: ", "required"]),
+        ('[[pipelines]]\nname = "a"\n', ["'dataset' in [pipelines] number 1", "required"]),
         (
             '[[pipelines]]\nname = "a"\ndataset = "o/d"\n[pipelines.train]\nsede = 1\n',
-            ["pipelines.0.train.sede: there is no such key"],
+            ["'sede'", "[pipelines.train]", "'seed'"],
         ),
         (
             '[[pipelines]]\nname = "a"\ndataset = "d"\n',
-            ["pipelines.0.dataset: write it as OWNER/NAME, or as a git URL"],
+            ["'dataset'", "write it as OWNER/NAME, or as a git URL, got 'd'"],
         ),
         (
             '[receiver]\npublic_url = "here"\n',
-            ["receiver.public_url: write it as http://HOST or https://HOST"],
+            ["'public_url' in [receiver]: write it as http://HOST or https://HOST, got 'here'"],
         ),
         (
             '[[pipelines]]\nname = "a"\ndataset = "o/d"\nbase_model = "preset:big"\n',
-            ["base_model: there is no such preset, only preset:tiny"],
+            ["'base_model'", "there is no such preset, only preset:tiny"],
         ),
         (
             2 * '[[pipelines]]\nname = "a"\ndataset = "o/d"\n',
@@ -176,7 +177,9 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_a_fault_names_the_key_and_its_place(file: Path, text: str, words: list[str]) -> None:
+def test_a_fault_names_the_key_its_place_and_the_likely_spelling(
+    file: Path, text: str, words: list[str]
+) -> None:
     file.write_text(text)
     with pytest.raises(PipelineError) as error:
         load_settings()
@@ -186,7 +189,7 @@ def test_a_fault_names_the_key_and_its_place(file: Path, text: str, words: list[
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("PIPELINE_HUB__PORT", "valid integer"), ("PIPELINE_HUB__PROT", "no such key")],
+    [("PIPELINE_HUB__PORT", "valid integer"), ("PIPELINE_HUB__PROT", "did you mean 'port'?")],
 )
 def test_a_fault_of_the_environment_is_not_blamed_on_the_file(
     file: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
@@ -207,11 +210,8 @@ def test_a_variable_that_must_be_json_is_named(
     file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    field = name.removeprefix("PIPELINE_").partition("__")[0].lower()
-    said = f'"{field}".*; write a list or a table as JSON'
-    with pytest.raises(PipelineError, match=said) as error:
+    with pytest.raises(PipelineError, match=f"^{name}: write a list or a table as JSON"):
         load_settings()
-    assert value not in str(error.value)
 
 
 def test_a_file_that_is_not_utf_8_is_named(file: Path) -> None:
