@@ -1,5 +1,5 @@
-"""Decides which job a submission leads to, and which job a runner takes next. It does the work of
-`JobStore.submit` and `JobStore.claim`.
+"""Decides which job a submission leads to, which job a runner takes next, and which old jobs are
+deleted. It does the work of `JobStore.submit`, `JobStore.claim` and `JobStore.forget`.
 
 A *push job* belongs to a pipeline and was not submitted by hand. It trains the head of its ref. So
 a delivery only marks the pipeline as behind: it is linked to the pipeline's pending push job, and
@@ -8,14 +8,15 @@ the order in which deliveries arrive does not matter.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Engine, func, insert, select, update
+from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
+    TRANSITIONS,
     Delivery,
     FindHead,
     Head,
@@ -47,6 +48,10 @@ from jobs.spec import JobSpec
 
 HEAD_RETRY_SECONDS = 5.0
 """If the head of a job's ref cannot be read, it is read again after this time."""
+
+BATCH = 100
+"""One transaction deletes at most this many jobs, with all their deliveries."""
+_ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
 def submit_all(connection: Connection, requests: Sequence[JobRequest], now: float) -> list[Job]:
@@ -416,3 +421,52 @@ def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
     is no further attempt."""
     reason = " ".join(filter(None, (failed.reason, why_no_more)))
     return failed.model_copy(update={"reason": reason, "may_pass": False})
+
+
+# Deleting old jobs
+
+
+def forget_jobs(
+    engine: Engine, before: float, *, newest: int, kept: Collection[str]
+) -> Sequence[str]:
+    """See `JobStore.forget`. Searches without the store's write lock, and deletes in small
+    transactions, so that submissions never wait long for the lock."""
+    with reading(engine) as connection:
+        deleted = [
+            number
+            for number in _old_jobs(connection, before, newest)
+            if job_id_of(number) not in kept
+        ]
+    for start in range(0, len(deleted), BATCH):
+        numbers = deleted[start : start + BATCH]
+        with writing(engine) as connection:
+            connection.execute(delete(DELIVERIES).where(DELIVERIES.c.job_number.in_(numbers)))
+            connection.execute(delete(JOBS).where(JOBS.c.number.in_(numbers)))
+    return [job_id_of(number) for number in deleted]
+
+
+def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
+    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out the
+    last `newest` jobs of each pipeline, and the last `newest` plain commands."""
+    # The condition on `ended_at` alone would select the right jobs, but there is no index on
+    # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
+    # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
+    # is smaller than `before`, `run_after` normally is smaller too, and the query finds the job.
+    # There is one exception: a job that ended while it waited for its first or its next attempt may
+    # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
+    old = select(JOBS.c.number, JOBS.c.pipeline).where(
+        JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
+    )
+    oldest_kept: dict[str | None, int] = {}
+    for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
+        if pipeline not in oldest_kept:
+            kept = (
+                select(JOBS.c.number)
+                .where(JOBS.c.pipeline.is_not_distinct_from(pipeline))
+                .order_by(JOBS.c.number.desc())
+                .offset(newest - 1)
+                .limit(1)
+            )
+            oldest_kept[pipeline] = connection.scalar(kept) or 0
+        if number < oldest_kept[pipeline]:
+            yield number

@@ -99,6 +99,9 @@ JOBS = Table(
     Index("jobs_by_state", "state", "run_after"),
     Index("jobs_by_head", "head"),
     Index("jobs_to_handle", "ended_at", **_where("ended_at IS NOT NULL AND handled_at IS NULL")),
+    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. Otherwise a new job
+    # could get this number, and with it the folder of the deleted job, which may still exist.
+    sqlite_autoincrement=True,
 )
 
 DELIVERIES = Table(

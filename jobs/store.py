@@ -20,6 +20,7 @@ from jobs.outcome import JobOutcome
 from jobs.queue import (
     claim_job,
     final_failure,
+    forget_jobs,
     give_way,
     is_claimable,
     is_waiting,
@@ -51,9 +52,9 @@ class JobStore:
     StoreError if the database fails.
 
     A method that fails has changed nothing, because each method is one transaction. There are two
-    exceptions. `replace_reasons` uses several transactions, so it may have done a part of its work
-    when it fails. And if the connection to Postgres breaks during a commit, the method raises
-    StoreError, but the change may be stored.
+    exceptions. `forget` and `replace_reasons` use several transactions, so they may have done a
+    part of their work when they fail. And if the connection to Postgres breaks during a commit, the
+    method raises StoreError, but the change may be stored.
 
     All times are seconds since the epoch. `clock` returns the present time. Default: the clock that
     `open` describes.
@@ -353,7 +354,17 @@ class JobStore:
         with writing(self._engine) as connection:
             update_job(connection, job_id, handled_at=self._now(connection))
 
-    # Deleting reasons
+    # Deleting old jobs and reasons
+
+    def forget(self, before: float, *, newest: int, kept: Collection[str] = ()) -> Sequence[str]:
+        """Delete the jobs that ended earlier than the time `before`, and the deliveries of these
+        jobs. Returns the ids of the deleted jobs.
+
+        Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
+        pipeline, and the last `newest` plain commands. If a sender repeats a deleted delivery, the
+        delivery counts as new.
+        """
+        return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
         """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must

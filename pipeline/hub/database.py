@@ -278,3 +278,13 @@ def check_database(path: Path) -> str | None:
             "restore it from a backup."
         )
     return SCHEMA_REVISION
+
+
+def jobs_of_webhooks(path: Path) -> set[str]:
+    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
+    which may run in another process. Empty if there is no file. Raises HubError."""
+    if not path.exists():
+        return set()
+    with read_only(path) as connection:
+        rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
+        return {job_id for (job_id,) in rows}

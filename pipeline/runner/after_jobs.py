@@ -3,7 +3,8 @@
 When a job ends, the first thread counts the outcome (how the job ended) in the runner's metrics for
 Prometheus. It also removes files that only a running job needs, and hands the outcome to the
 command of the setting `on_outcome`. Once an hour, the second thread removes the folders
-of jobs after `keep_days` (a setting under `[jobs]`).
+of jobs after `keep_days` (a setting under `[jobs]`), and deletes jobs from the job store after at
+least KEEP_JOBS_DAYS.
 """
 
 import json
@@ -25,6 +26,8 @@ from prometheus_client.registry import Collector
 from jobs.errors import JobError, StoreError
 from jobs.job import Job
 from jobs.store import JobStore
+from pipeline.hub.database import jobs_of_webhooks
+from pipeline.hub.errors import HubError
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.runner.job_store import open_job_store
@@ -40,6 +43,10 @@ POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 """After an error of the store, `Outcomes.follow` waits this long before it tries again."""
 TIMEOUT_SECONDS = 30.0
+KEEP_JOBS_DAYS = 90.0
+KEEP_JOBS = 1000
+"""This many of the newest jobs of each pipeline stay in the store, however old they are. This many
+of the newest plain commands (jobs of no pipeline) stay too."""
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 
@@ -101,7 +108,7 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
             logger.error(
                 "old jobs cannot be removed now; trying again in an hour: %s",
                 error,
-                exc_info=not isinstance(error, StoreError | OSError),
+                exc_info=not isinstance(error, StoreError | HubError | OSError),
             )
         if stop.wait(PRUNE_SECONDS):
             return
@@ -282,12 +289,15 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
 
 
 def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
-    """Remove the folders of old jobs; the jobs stay in the job store. Returns the names of the
-    removed folders. If a release that a job made still exists, the folder of this job stays.
+    """Remove the folders of old jobs, and delete very old jobs, with their deliveries, from the job
+    store. Returns the names of the removed folders.
+
+    If a release that a job made still exists, this job and its folder stay. The jobs that a webhook
+    copies (`--job-id` of `pipeline webhooks`) and the newest KEEP_JOBS jobs stay in the store.
 
     Raises OSError if the manifest of a release cannot be read. The job that made the release is
-    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed, and
-    StoreError.
+    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed,
+    HubError if the hub's webhooks cannot be read, and StoreError.
     """
     kept = {
         job_id
@@ -295,7 +305,16 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
         for release_id in release_ids(folder)
         if (job_id := _job_of(folder / release_id)) is not None
     }
-    return prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
+    removed = prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
+    forgotten = store.forget(
+        store.now() - 86400 * remembered_days(settings),
+        newest=KEEP_JOBS,
+        kept={*kept, *jobs_of_webhooks(home.hub_dir / "hub.sqlite")},
+    )
+    if forgotten:
+        said = "deleted %d old jobs from the store, %s to %s"
+        logger.info(said, len(forgotten), forgotten[0], forgotten[-1])
+    return removed
 
 
 def _job_of(release: Path) -> str | None:
@@ -336,3 +355,18 @@ def prune_job_folders(
     if removed:
         logger.info("removed the folders of %d jobs: %s", len(removed), ", ".join(removed))
     return removed
+
+
+def remembered_days(settings: Settings) -> float:
+    """How many days jobs and deliveries stay in the store: at least KEEP_JOBS_DAYS, and at least
+    `keep_days`.
+
+    The store must also keep a delivery for as long as the hub may retry it or a person may replay
+    it. Otherwise the receiver would take the repeated delivery for a new one.
+    """
+    schedule = sum(settings.hub.delivery_schedule_seconds)
+    return max(
+        KEEP_JOBS_DAYS,
+        settings.jobs.keep_days,
+        settings.hub.keep_deliveries_days + schedule / 86400,
+    )

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.fernet import Fernet
 from prometheus_client import generate_latest
 
+from jobs.errors import JobNotFound
 from jobs.job import Delivery
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
+from pipeline.hub.database import open_database
+from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
+from pipeline.hub.webhooks import HubWatchedItem
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
+from pipeline.runner import after_jobs as module
 from pipeline.runner.after_jobs import (
     RunnerMetrics,
     _prune_hourly,
@@ -29,7 +35,7 @@ from pipeline.runner.after_jobs import (
 )
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import Settings, load_settings
-from serving.weights.release import RELEASE_FILE
+from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
 
 __all__ = ["store"]
@@ -62,7 +68,7 @@ def test_commit_to_serving_counts_from_the_commit_that_an_earlier_job_failed_ove
         assert total == pytest.approx(120)
 
 
-# Old folders
+# Retention
 
 
 def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
@@ -78,6 +84,49 @@ def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
     assert removed == [old.id]
     assert not (tmp_path / old.id).exists()
     assert store.get(old.id).outcome is not None
+
+
+def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEEP_JOBS", 1)
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    home, settings, now = Home(tmp_path), load_settings(), time.time()
+    home.hub_dir.mkdir()
+    home.jobs_dir.mkdir()
+    database = open_database(home.hub_dir / "hub.sqlite")
+    with JobStore.open(home.jobs_database, clock=lambda: now) as store:
+        copied, old, of_a_release, newest = (end_one(store) for _ in range(4))
+        release = Release(
+            id="r000001-00000000",
+            pipeline="facts",
+            created_at="2026-01-01T00:00:00Z",
+            lineage=Lineage(job_id=of_a_release.id),
+            files={},
+            tensors={},
+        )
+        (home.releases_dir / "facts" / release.id).mkdir(parents=True)
+        manifest = home.releases_dir / "facts" / release.id / RELEASE_FILE
+        manifest.write_text(release.model_dump_json())
+        with database.write() as connection:
+            request = WebhookRequest(
+                jobSourceId=copied.id, watched=(HubWatchedItem(type="user", name="local"),)
+            )
+            create_webhook(connection, request, Fernet.generate_key())
+        database.close()
+        now += 89 * 86400
+        prune(settings, home, store)
+        assert len(store.list()) == 4
+        now += 2 * 86400
+        longer = settings.model_copy(
+            update={"hub": settings.hub.model_copy(update={"keep_deliveries_days": 91})}
+        )
+        prune(longer, home, store)
+        assert len(store.list()) == 4, "the hub can still replay their deliveries"
+        prune(settings, home, store)
+        assert [job.id for job in store.list()] == [newest.id, of_a_release.id, copied.id]
+        with pytest.raises(JobNotFound):
+            store.get(old.id)
 
 
 def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
