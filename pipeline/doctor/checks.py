@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
 
+from jobs.errors import JobError
 from jobs.process import is_suspended
-from pipeline.doctor.facts import READ_IT, Facts, Finding, ok, state_of, wrong
+from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
 from pipeline.errors import PipelineError
 from pipeline.hub.database import read_only
 from pipeline.hub.errors import HubError
@@ -232,6 +233,28 @@ def check_deliveries(facts: Facts) -> Iterator[Finding]:
         yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
 
 
+def check_last_jobs(facts: Facts) -> Iterator[Finding]:
+    try:
+        jobs_of = facts.jobs
+    except JobError as error:
+        yield wrong("jobs", str(error), READ_IT)
+        return
+    for name, jobs in jobs_of.items():
+        last = next((job for job in jobs if job.has_ended), None)
+        if last is None:
+            yield ok("jobs", f"{name}: no job has ended yet")
+        elif last.outcome is None or last.outcome.result not in ("failed", "rejected"):
+            ended = last.state.lower() if last.outcome is None else last.outcome.result
+            yield ok("jobs", f"{name}: {last.id} {ended}")
+        else:
+            is_rejected = last.outcome.result == "rejected"
+            step = WAYS_ON if is_rejected else "push again, or: pipeline jobs run"
+            ended = f"{name}: {last.id} {last.outcome.result}: {last.outcome.reason}"
+            yield wrong(
+                "jobs", ended, f"pipeline jobs logs {last.id}; then {next_step(jobs, step)}"
+            )
+
+
 def check_releases(facts: Facts) -> Iterator[Finding]:
     for pipeline in facts.settings.pipelines:
         folder = facts.releases_dir(pipeline)
@@ -281,5 +304,6 @@ CHECKS: tuple[Check, ...] = (
     check_webhooks,
     check_other_hubs,
     check_deliveries,
+    check_last_jobs,
     check_releases,
 )

@@ -258,15 +258,20 @@ def advice_after_refusal(jobs: Sequence[Job]) -> str | None:
     if last is None or last.result != "rejected":
         return None
     revision = (last.dataset_revision or "unknown")[:12]
-    step = WAYS_ON
-    # The other job may already train on a correction.
-    if (current := next((job for job in jobs if not job.has_ended), None)) is not None:
-        state = "running" if current.state == "RUNNING" else "pending"
-        step = f"wait for job {current.id}, which is {state}: pipeline jobs wait {current.id}"
     return (
         f"the gate rejected {revision}, and the job of the next commit trains on the rows of "
-        f"{revision} again; {step}"
+        f"{revision} again; {next_step(jobs, WAYS_ON)}"
     )
+
+
+def next_step(jobs: Sequence[Job], step: str) -> str:
+    """`step`, what to do after the last job that ended. But if another job waits or runs, to wait
+    for that: it may already train on a correction. jobs: of a pipeline, newest first."""
+    current = next((job for job in jobs if not job.has_ended), None)
+    if current is None:
+        return step
+    state = "running" if current.state == "RUNNING" else "pending"
+    return f"wait for job {current.id}, which is {state}: pipeline jobs wait {current.id}"
 
 
 def _has_decided(outcome: JobOutcome | None) -> bool:

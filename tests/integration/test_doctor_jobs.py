@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec
+from jobs.store import JobStore
 from pipeline.doctor import checks as doctor
 from pipeline.doctor.facts import Facts, Finding
 from pipeline.paths import Home
@@ -89,6 +92,31 @@ def test_a_served_release_that_is_gone(home: Home) -> None:
     [found] = wrong(doctor.check_releases(Facts(home, load_settings())))
     gone = f"{release.id} is served, but its folder is gone"
     assert found == (gone, "pipeline releases rollback")
+
+
+def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(home: Home) -> None:
+    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+
+    def step() -> str:
+        [(_, step)] = wrong(doctor.check_last_jobs(Facts(home, load_settings())))
+        return step
+
+    spec = JobSpec(command=("x",), pipeline="a")
+    home.jobs_database.parent.mkdir()
+    with JobStore.open(home.jobs_database) as store:
+        for _ in range(2):
+            store.submit(spec, by_hand=True)
+            job = store.claim("runner", 60)
+            assert job is not None
+            store.finish(job.id, "runner", JobOutcome(result="failed", reason="a bad row"))
+            [(message, _)] = wrong(doctor.check_last_jobs(Facts(home, load_settings())))
+            assert message == f"a: {job.id} failed: a bad row"
+            assert step() == f"pipeline jobs logs {job.id}; then push again, or: pipeline jobs run"
+        correction = store.submit(spec, by_hand=True)
+        first = f"pipeline jobs logs {job.id}; then wait for job {correction.id}, which is"
+        assert step() == f"{first} pending: pipeline jobs wait {correction.id}"
+        store.claim("runner", 60)
+        assert step() == f"{first} running: pipeline jobs wait {correction.id}"
 
 
 def test_a_killed_stack_is_not_also_said_to_be_well(home: Home) -> None:
