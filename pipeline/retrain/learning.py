@@ -143,7 +143,10 @@ class Learning:
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
         )
         if last is None or not last.finished or last.mode != self.data.mode:
-            _tell(plan)
+            logger.info(
+                f"{len(plan.rows_of(plan.learned)):,} rows to learn; the budget is "
+                f"{plan.max_tokens:,} tokens"
+            )
         self._is_fresh = False
         checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
         round_weights(self.loaded.model, self.loaded.dtype)
@@ -257,18 +260,6 @@ class Learning:
     def _tokens_before(self) -> int:
         """How many tokens were trained on from the base model to the parent release."""
         return int(self.parent.evaluation.get("total_tokens", 0)) if self.parent is not None else 0
-
-
-def _tell(plan: TrainingPlan) -> None:
-    size, replayed = plan.tokens_per_pass, plan.replayed_per_pass
-    others = ", each with another wording in a pass" if plan.wordings else ""
-    passes = plan.max_tokens / max(1, size + replayed)
-    logger.info(
-        f"{len(plan.rows_of(plan.learned)):,} rows to learn{others}, {size:,} tokens; the budget "
-        f"of {plan.max_tokens:,} tokens is enough for {passes:.1f} passes; each pass also has "
-        f"{replayed:,} tokens of unchanged rows, and, beside the budget, "
-        f"{round((size + replayed) * plan.anchor_ratio):,} tokens of anchors"
-    )
 
 
 def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:

@@ -16,6 +16,7 @@ from pipeline.retrain.model import usual_rank
 from pipeline.retrain.plan import (
     CATCH_UP,
     TrainingPlan,
+    in_turn,
     make_plan,
     usual_learning_rate,
 )
@@ -208,7 +209,8 @@ def test_no_known_row_comes_again_before_all_came_once(sizes: list[int], asked: 
     seen: Counter[int] = Counter()
     taken = 0
     for tokens in asked:
-        chosen, taken = found.next_of(found.replayed, taken, tokens, "seed")
+        chosen = in_turn(found.replayed, taken, tokens, found.sequences.__getitem__)
+        taken += len(chosen)
         assert len(set(chosen)) == len(chosen)
         assert found.num_tokens(chosen) >= min(tokens, sum(sizes))
         seen.update(chosen)
