@@ -99,7 +99,7 @@ class Learning:
             # The base model may be a new one, with another chat template than the served weights.
             # If it refuses a row, find out now and not after the training.
             tokenizer, max_length = load_tokenizer(self.base.folder, settings)
-            for group in ("held_out_new", "held_out_known", "golden"):
+            for group in ("held_out", "golden"):
                 sequences(self._rows.groups[group], tokenizer, max_length)
         _tell_lengths(data, tokenizer, max_length)
         self._before = measure(
@@ -210,7 +210,7 @@ class Learning:
     def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
         """origin: the lineage without what is known only here."""
         job, loaded, data = self.job, self.loaded, self.data
-        groups = (data.new, data.held_out_new, data.known, data.held_out_known)
+        groups = (data.new, data.known, data.held_out)
         texts = probe_texts(groups, loaded.tokenizer, loaded.max_length)
         manifest = ManifestFields(
             lineage=origin,
@@ -385,8 +385,7 @@ def choose_rows(
             "changed": changed,
             "known": some(known),
             "deleted": some([row for row in data.deleted if row.is_counted]),
-            "held_out_new": some(data.held_out_new),
-            "held_out_known": some(data.held_out_known),
+            "held_out": some(data.held_out),
             "golden": tuple(golden),
         },
         unmeasured=tuple(row for row in new if row.is_counted and row not in measured),

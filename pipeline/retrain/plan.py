@@ -71,9 +71,9 @@ class TrainingPlan:
     checked: Sequence[int]
     """The sequences that are measured before training may end: counted ones, and those of unchanged
     rows that the served weights say."""
-    judged: Sequence[Sequence[TokenSequence]]
-    """Groups of held-out sequences, only in a training on plain text. The weights with the least
-    mean loss are kept. Each group counts the same, whatever its size."""
+    judged: Sequence[TokenSequence]
+    """Held-out sequences, only in a training on plain text. The weights with the least loss are
+    kept."""
     learning_rate: float
     """The learning rate at its highest point."""
     max_tokens: int
@@ -194,16 +194,15 @@ def make_plan(
         learning_rate *= train.delta_learning_rate_ratio
         anchor_ratio *= DELTA_ANCHORS
         replay_ratio = train.replay_ratio if replayed else 0.0
-    judged: list[list[TokenSequence]] = []
+    judged: list[TokenSequence] = []
     if not counted and not unlearned:
         if is_delta:
             max_tokens, replay_ratio = _delta_budget(max_tokens, replay_ratio, size, known, train)
         else:
             max_tokens = min(max_tokens, math.ceil(train.max_epochs * size))
-        for held_out in (data.held_out_new, data.held_out_known):
-            if some := sequences(held_out, tokenizer, max_length):
-                chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
-                judged.append([some[index] for index in chosen])
+        some = sequences(data.held_out, tokenizer, max_length)
+        chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
+        judged = [some[index] for index in chosen]
     usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, max_tokens / USUAL_STEPS))
     step_tokens = train.tokens_per_step or round(usual)
     warm_up_steps = round(train.warmup_ratio * max_tokens / step_tokens)

@@ -400,8 +400,7 @@ def _measure(
     plain text, the number is the held-out loss. For rows with an answer, it is the number of wrong
     rows."""
     if not plan.ends_when_right:
-        means = [mean_loss(row_losses(model, group)) for group in plan.judged]
-        loss = sum(means) / len(means)
+        loss = mean_loss(row_losses(model, plan.judged))
         metrics.write("train", "evaluation", step=progress.step, loss=loss)
         return loss, []
     checked = sorted({*plan.checked, *progress.lost})

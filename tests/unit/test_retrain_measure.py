@@ -51,8 +51,7 @@ def chosen(max_tokens: int) -> MeasuredRows:
         new=facts(40),
         known=facts(40, 50),
         deleted=facts(40, 100),
-        held_out_new=texts(40),
-        held_out_known=texts(40, 50),
+        held_out=texts(40),
     )
     gate = GateSettings(max_tokens=max_tokens)
     return choose_rows(told, facts(40, 200), TOKENIZER, 64, gate)
@@ -60,7 +59,7 @@ def chosen(max_tokens: int) -> MeasuredRows:
 
 def test_of_each_group_no_more_tokens_are_measured_than_the_gate_allows() -> None:
     found = chosen(60)  # a fact has six words, a text has five
-    assert [len(found.groups[group]) for group in GROUPS] == [10, 10, 10, 12, 12, 40]
+    assert [len(found.groups[group]) for group in GROUPS] == [10, 10, 10, 12, 40]
     assert found.groups["golden"] == facts(40, 200), "golden questions are all measured"
     assert found == chosen(60), "the counts of two jobs are of the same rows"
     numbers = [row.number for row in found.groups["changed"]]
@@ -222,13 +221,13 @@ def test_a_row_that_was_not_learned_or_was_lost_is_tried_once_more_by_the_next_j
 def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared() -> None:
     """They were moved from the train split to the validation split. New weights that are not
     trained on them need not know them by heart."""
-    told = data(held_out_known=(*facts(30), *texts(30)))
+    told = data(held_out=(*facts(30), *texts(30)))
     rows = choose_rows(told, (), TOKENIZER, 64, GateSettings())
-    served = measured_as(held_out_known=right(60))
+    served = measured_as(held_out=right(60))
     wrong = [RowLoss(row=place, nats=3.0, num_tokens=1, num_right=0) for place in range(60)]
-    new = measured_as(held_out_known=wrong)
+    new = measured_as(held_out=wrong)
     assert len(evaluation(rows, served, new).refusals) == 2
-    moved = frozenset(row.digest for row in rows.groups["held_out_known"])
+    moved = frozenset(row.digest for row in rows.groups["held_out"])
     found = evaluation(rows, served, new, held_out_trained=moved)
     assert found.refusals == ()
     assert len(found.held_out_trained) == 60
