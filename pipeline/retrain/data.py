@@ -80,9 +80,6 @@ class TrainingData:
     them."""
     contradicting: frozenset[str]
     """The digests of the rows whose question has several different answers."""
-    num_permuted: int
-    """How many edited rows now have the former answer of another edited row. Many of them are the
-    sign of a shuffled column."""
     num_before: int
     """The number of rows to train on in the revision before."""
     num_waiting: int
@@ -156,7 +153,6 @@ def compare_revisions(
         contradicting=frozenset(
             rows[index].digest for group in contradictions(rows) for index in group
         ),
-        num_permuted=change.num_permuted,
         num_before=len(base),
         num_waiting=len(waiting),
         missed_before=missed_before,

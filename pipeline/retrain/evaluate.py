@@ -223,7 +223,6 @@ def compare(
         golden_right=sum(each.is_said for each in golden),
         not_trained=len(not_trained),
         contradicting=data.num_contradicting,
-        permuted=data.num_permuted,
         text_loss=text.loss,
         text_loss_before=text.served_loss,
     )

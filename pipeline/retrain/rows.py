@@ -255,14 +255,6 @@ class Difference:
     deleted: tuple[Row, ...]
     """Rows that are gone, and of which there is no new version."""
 
-    @property
-    def num_permuted(self) -> int:
-        """How many edited rows now have the former answer of another edited row. Many of them are
-        the sign of a shuffled column."""
-        answers = [(old.answer, new.answer) for old, new in self.edited if old.text is None]
-        before = Counter(old for old, new in answers if old != new)
-        return (before & Counter(new for old, new in answers if old != new)).total()
-
 
 def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
     """Compare two sets of rows. A row that occurs twice counts twice.

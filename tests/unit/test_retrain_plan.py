@@ -56,7 +56,6 @@ def data(**fields: Any) -> TrainingData:
             "held_out": (),
             "held_out_trained": frozenset(),
             "contradicting": frozenset(everything[index].digest for index in contradicting),
-            "num_permuted": 0,
             "num_before": 0,
             "num_waiting": 0,
             "missed_before": frozenset(),
