@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
-from pipeline.retrain.asking import Asked, ask, is_same_answer, words_of
+from pipeline.retrain.asking import ask
 from pipeline.retrain.base_model import PRESETS, Base, find_base
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.data import Mode, TrainingData, too_long
@@ -174,23 +174,7 @@ class Learning:
         changed = self._rows.groups["changed"]
         missed = [changed[loss.row] for loss in after.losses["changed"] if not loss.is_learned]
         asked = ask(self.loaded, [row for row in missed if row.is_counted][:MOST_ASKED])
-        words = {
-            row.answer: (row.place, set(words_of(row.answer)))
-            for row in self.data.rows
-            if row.answer is not None
-        }
-
-        def answer_of(each: Asked) -> str | None:
-            said = set(words_of(each.said))
-            # Most answers share few words with this one, so few must be compared.
-            likely = ((t, p) for t, (p, had) in words.items() if 2 * len(had & said) >= len(had))
-            others = (
-                place
-                for text, place in likely
-                if text != each.row.answer and is_same_answer(each.said, str(text))
-            )
-            return next(others, None)
-
+        places = {(row.answer or "").strip(): row.place for row in self.data.rows}
         return WrongAnswers(
             answers=tuple(
                 WrongAnswer(
@@ -199,7 +183,7 @@ class Learning:
                     is_reworded=is_reworded,
                     wanted=each.wanted,
                     said=each.said,
-                    answer_of=answer_of(each),
+                    answer_of=places.get(each.said),
                 )
                 for is_reworded, group in ((False, asked), (True, after.reworded or ()))
                 for each in group
@@ -370,7 +354,12 @@ def choose_rows(
 
     def some(rows: Sequence[Row]) -> tuple[Row, ...]:
         def size_of(index: int) -> int:
-            return _num_measured(rows[index], tokenizer, max_length)
+            """About how many tokens a measurement of the row computes. A text is measured whole. A
+            longer conversation has a sequence for each answer."""
+            row = rows[index]
+            text = row.text or str(row.messages or f"{row.prompt}{row.completion}")
+            size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return min(size, max_length * len(row.turns)) if row.is_counted else size
 
         return tuple(rows[index] for index in sample(len(rows), size_of, gate.max_tokens))
 
@@ -390,13 +379,3 @@ def choose_rows(
         },
         unmeasured=tuple(row for row in new if row.is_counted and row not in measured),
     )
-
-
-def _num_measured(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
-    """About how many tokens a measurement of `row` computes. A text is measured whole. A longer
-    conversation has a sequence for each answer."""
-    text = row.text or f"{row.prompt}{row.completion}"
-    if row.messages is not None:
-        text = "".join(str(message) for message in row.messages)
-    size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return min(size, max_length * len(row.turns)) if row.is_counted else size
