@@ -104,12 +104,10 @@ def base_answers(
     base: str,
     anchors: Sequence[Anchor],
     load: Callable[[], LoadedModel],
-    max_measured_tokens: int,
     tell: Callable[[int, int], None] = lambda answered, prompts: None,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
     """The base model's answers to `anchors`, as two tuples: answers to train on, and answers that
-    are only measured. The second tuple has at most `max_measured_tokens` tokens, but at least one
-    answer. The answers are read from `folder` if an earlier job has made them.
+    are only measured. They are read from `folder` if an earlier job has made them.
 
     base: a text that identifies the base model. load: loads the base model. It is called only if
     the answers must be made. tell: called after each batch of answers, with the number of answered
@@ -134,17 +132,10 @@ def base_answers(
             torch.load(path, weights_only=True)
         )
     ]
-    trained: list[AnchorTarget] = []
-    measured: list[AnchorTarget] = []
-    left = max_measured_tokens
-    for anchor, target in zip(anchors, targets, strict=True):
-        if not anchor.measured:
-            trained.append(target)
-            continue
-        left -= len(target.sequence.token_ids)
-        if left >= 0 or not measured:
-            measured.append(target)
-    return tuple(trained), tuple(measured)
+    pairs = list(zip(anchors, targets, strict=True))
+    trained = tuple(target for anchor, target in pairs if not anchor.measured)
+    measured = tuple(target for anchor, target in pairs if anchor.measured)
+    return trained, measured
 
 
 @torch.no_grad()

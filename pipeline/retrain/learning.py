@@ -77,7 +77,6 @@ class Learning:
                 self.base.identity,
                 load_anchors(settings.train.anchors),
                 lambda: load_model(self.base.folder, settings) if parent else loaded,
-                settings.gate.max_anchor_tokens,
                 partial(job.record_measured, event="answered"),
             )
         golden: tuple[Row, ...] = ()

@@ -201,8 +201,6 @@ class GateSettings(_Settings):
     max_base_drift: float = Field(default=0.3, ge=0, le=1)
     """The base model has answered everyday prompts that are never trained on. At most this share of
     the tokens in these answers may no longer be what the new model would say."""
-    max_anchor_tokens: int = Field(default=4_000, ge=1)
-    """The largest number of tokens of these answers that are measured."""
     golden: Path | None = None
     """A `.jsonl` file of golden questions: rows with `prompt` or `messages`, and the answer in
     `expected`. If the served release gives the expected answer to a question, the new release must
