@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeline.retrain.columns import Columns, is_learned_turn, kind, twice
+from pipeline.retrain.columns import Columns, RowColumns, is_learned_turn, kind, twice
 from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.rows import Row, place
 from serving.chat_template import normalise
@@ -25,10 +25,6 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _CHUNK = 1 << 23
 _SEPARATORS = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """What may separate the fields, the usual one first."""
-GOLDEN_FORM = (
-    '`{"prompt": "The capital of Canada is", "expected": " Ottawa."}`, or with `messages` that '
-    "end with the question in the place of `prompt`"
-)
 _NOT_AS_TEXT = ("TIMESTAMP", "DATE", "TIME")
 """Logical types of parquet whose values cannot always be converted: a time zone may be unknown, and
 a date may be after the year 9999."""
@@ -354,31 +350,18 @@ def _too_large(size: int, limit: int) -> str:
 
 
 def load_golden_questions(path: Path, max_row_bytes: int) -> tuple[Row, ...]:
-    """Read the golden questions in the file `path` as rows: questions that every release must
-    answer correctly, whatever was pushed. The answer of a row is the expected answer. Raises
-    DataError.
+    """Read the golden questions in the file `path`: rows with questions that every release must
+    answer correctly, whatever was pushed. Raises DataError.
 
     The same rule as for rows of the dataset decides whether the model gives the answer
     (`loss.is_said`).
     """
     if not path.is_file():
-        raise DataError.at(path, None, f"there is no such file; write lines as {GOLDEN_FORM}")
-    questions = tuple(read_file(Path(), str(path), max_row_bytes, _expected_as_answer))
+        raise DataError.at(path, None, "there is no such file; write questions and their answers")
+    questions = tuple(read_file(Path(), str(path), max_row_bytes, RowColumns({})))
     if not questions:
-        raise DataError.at(path, None, f"holds no golden question; write lines as {GOLDEN_FORM}")
+        raise DataError.at(path, None, "holds no golden question; write questions and answers")
+    for row in questions:
+        if row.answer is None:
+            raise DataError("a golden question is a row with a question and an answer", row.place)
     return questions
-
-
-def _expected_as_answer(columns: Columns) -> Columns:
-    expected, messages = columns.get("expected"), columns.get("messages")
-    if not isinstance(expected, str) or not expected:
-        raise ValueError(f"`expected` holds no text; a golden question is {GOLDEN_FORM}")
-    if isinstance(messages, list):
-        if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "user":
-            return {"messages": [*messages, {"role": "assistant", "content": expected}]}
-        raise ValueError(
-            f"`messages` do not end with the user's message; a golden question is {GOLDEN_FORM}"
-        )
-    if "prompt" in columns:
-        return {"prompt": columns["prompt"], "completion": expected}
-    raise ValueError(f"holds no question; a golden question is {GOLDEN_FORM}")

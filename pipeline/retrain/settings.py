@@ -202,9 +202,9 @@ class GateSettings(_Settings):
     """The base model has answered everyday prompts that are never trained on. At most this share of
     the tokens in these answers may no longer be what the new model would say."""
     golden: Path | None = None
-    """A `.jsonl` file of golden questions: rows with `prompt` or `messages`, and the answer in
-    `expected`. If the served release gives the expected answer to a question, the new release must
-    give it too. A relative path starts at the folder of the settings file."""
+    """A file of golden questions: rows with a question and its answer, as in a dataset. If the
+    served release gives the answer, the new release must give it too. A relative path starts at the
+    folder of the settings file."""
     max_loss_ratio: float = Field(default=1.02, gt=0)
     """The loss on held-out rows of plain text, and the loss on unchanged ones, may be at most this
     many times the loss of the served release."""
