@@ -338,9 +338,7 @@ def read_dataset(
         elif before is not None and _is_same(folder, before, file):
             by_file[file] = before.by_file[file]
         else:
-            limit = settings.max_row_bytes
-            rows = read_file(folder, file, limit, columns, on_error, columns.reads)
-            by_file[file] = tuple(rows)
+            by_file[file] = tuple(read_file(folder, file, columns, on_error, columns.reads))
     return Dataset(folder=folder, files=found, by_file=by_file)
 
 

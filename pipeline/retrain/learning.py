@@ -81,7 +81,7 @@ class Learning:
             )
         golden: tuple[Row, ...] = ()
         if settings.gate.golden is not None:
-            golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
+            golden = load_golden_questions(settings.gate.golden)
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
         count, seed = usual_wordings(settings), settings.train.seed
         rewordings, words = Wordings(data.rows, count=count, seed=seed).unseen(

@@ -9,6 +9,7 @@ not be the hash of what was pushed. They also lose line numbers.
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -44,7 +45,6 @@ class _Unreadable(Exception):
 def read_file(
     folder: Path,
     file: str,
-    max_row_bytes: int,
     rename: Callable[[Columns], Columns],
     on_error: Callable[[DataError], None] = fail,
     reads: Callable[[str], bool] = lambda _: True,
@@ -57,7 +57,7 @@ def read_file(
     raises nothing, these rows are left out.
     """
     try:
-        for number, (line, record) in enumerate(_records(folder, file, max_row_bytes, reads)):
+        for number, (line, record) in enumerate(_records(folder, file, reads)):
             try:
                 if isinstance(record, str):
                     raise ValueError(record)
@@ -66,7 +66,6 @@ def read_file(
                 row = Row(**content, file=file, number=number, line=line)
                 if row.paraphrases and row.last_question is None:
                     raise ValueError("`paraphrases` stand beside no question that is text")
-                _check_size(row, max_row_bytes)
             except ValueError as error:
                 on_error(DataError(str(error), place(file, number, line)))
             else:
@@ -84,9 +83,7 @@ def suffix_of(path: str) -> str:
     return dot + suffix if dot else ""
 
 
-def _records(
-    folder: Path, file: str, max_row_bytes: int, reads: Callable[[str], bool]
-) -> Iterator[_Record]:
+def _records(folder: Path, file: str, reads: Callable[[str], bool]) -> Iterator[_Record]:
     path = folder / file
     suffix = suffix_of(file)
     compression = COMPRESSIONS.get(Path(file).suffix.lower())
@@ -103,13 +100,13 @@ def _records(
             return
         with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig") as text:
             if suffix == ".txt":
-                yield from _text(text, max_row_bytes)
+                yield from _text(text)
             elif suffix in (".csv", ".tsv"):
-                yield from _csv(text, max_row_bytes, suffix)
+                yield from _csv(text, suffix)
             elif suffix == ".json":
-                yield from _json(text.read(), max_row_bytes)
+                yield from _json(text.read())
             else:
-                yield from _jsonl(text, max_row_bytes)
+                yield from _jsonl(text)
     except UnicodeDecodeError as error:
         near = bytes(error.object[max(0, error.start - 20) : error.end + 1])
         raise _Unreadable(
@@ -134,14 +131,9 @@ def _open(path: Path, compression: str | None) -> BinaryIO:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression))
 
 
-def _jsonl(lines: Iterable[str], max_row_bytes: int) -> Iterator[_Record]:
+def _jsonl(lines: Iterable[str]) -> Iterator[_Record]:
     for line, text in enumerate(lines, start=1):
         if not text.strip():
-            continue
-        # In JSON, an escape such as \u0041 takes six characters for one. So a line may be six times
-        # as long as its text.
-        if len(text) > 6 * max_row_bytes + (1 << 16):
-            yield line, _too_large(len(text), max_row_bytes)
             continue
         try:
             yield line, _object(_loads(text.rstrip()))
@@ -153,13 +145,13 @@ def _jsonl(lines: Iterable[str], max_row_bytes: int) -> Iterator[_Record]:
             yield line, f"not JSON ({reason}); each line must be one JSON object"
 
 
-def _json(text: str, max_row_bytes: int) -> Iterator[_Record]:
+def _json(text: str) -> Iterator[_Record]:
     try:
         records = _loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             # Many .json files hold one object per line, like a .jsonl file.
-            yield from _jsonl(io.StringIO(text), max_row_bytes)
+            yield from _jsonl(io.StringIO(text))
             return
         raise _Unreadable(
             f"not JSON ({error.msg}); make it a list of objects", error.lineno
@@ -167,7 +159,7 @@ def _json(text: str, max_row_bytes: int) -> Iterator[_Record]:
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"not JSON ({error}); make it a list of objects") from error
     if isinstance(records, dict) and "\n" not in text.strip():
-        yield from _jsonl(io.StringIO(text), max_row_bytes)  # a file of one row
+        yield from _jsonl(io.StringIO(text))  # a file of one row
         return
     if not isinstance(records, list):
         raise _Unreadable(f"holds {kind(records)}, not a list of objects; make it a list of rows")
@@ -192,8 +184,8 @@ def _object(record: object) -> Columns | str:
     return f"holds {kind(record)}, not an object with columns"
 
 
-def _csv(lines: Iterator[str], max_row_bytes: int, suffix: str) -> Iterator[_Record]:
-    csv.field_size_limit(6 * max_row_bytes + (1 << 16))
+def _csv(lines: Iterator[str], suffix: str) -> Iterator[_Record]:
+    csv.field_size_limit(sys.maxsize)
     start = next(lines, "")
     separator = max(_SEPARATORS[suffix], key=lambda each: _num_fields(start, each))
     reader = csv.reader(chain([start], lines), strict=True, delimiter=separator)
@@ -258,7 +250,7 @@ def _is_readable(leaf: Any) -> bool:
     )
 
 
-def _text(data: io.TextIOWrapper, max_row_bytes: int) -> Iterator[_Record]:
+def _text(data: io.TextIOWrapper) -> Iterator[_Record]:
     """One record for each paragraph. An empty line separates two paragraphs."""
     line, rest = 1, ""
     while chunk := data.read(_CHUNK):
@@ -266,8 +258,6 @@ def _text(data: io.TextIOWrapper, max_row_bytes: int) -> Iterator[_Record]:
         for text in paragraphs:
             yield from _paragraph(text, line)
             line += text.count("\n") + 2
-        if len(rest) > max_row_bytes:
-            raise _Unreadable(_too_large(len(rest), max_row_bytes), line)
     yield from _paragraph(rest, line)
 
 
@@ -334,22 +324,7 @@ def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str
     return {"messages": talk.messages, "tools": talk.tools or None, "masked": tuple(masked)}
 
 
-def _check_size(row: Row, max_row_bytes: int) -> None:
-    size = sum(
-        len(text.encode() if isinstance(text, str) else json.dumps(text)) for text in row.texts
-    )
-    if size > max_row_bytes:
-        raise ValueError(_too_large(size, max_row_bytes))
-
-
-def _too_large(size: int, limit: int) -> str:
-    return (
-        f"a row of {size:,} bytes is above the limit of {limit:,}; split it, or raise "
-        "max_row_bytes under [pipelines.data]"
-    )
-
-
-def load_golden_questions(path: Path, max_row_bytes: int) -> tuple[Row, ...]:
+def load_golden_questions(path: Path) -> tuple[Row, ...]:
     """Read the golden questions in the file `path`: rows with questions that every release must
     answer correctly, whatever was pushed. Raises DataError.
 
@@ -358,7 +333,7 @@ def load_golden_questions(path: Path, max_row_bytes: int) -> tuple[Row, ...]:
     """
     if not path.is_file():
         raise DataError.at(path, None, "there is no such file; write questions and their answers")
-    questions = tuple(read_file(Path(), str(path), max_row_bytes, RowColumns({})))
+    questions = tuple(read_file(Path(), str(path), RowColumns({})))
     if not questions:
         raise DataError.at(path, None, "holds no golden question; write questions and answers")
     for row in questions:

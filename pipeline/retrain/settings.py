@@ -66,8 +66,6 @@ class DataSettings(_Settings):
     """The share of the rows that is never trained on. A hash of the content chooses them. Unset: no
     row is held out, except a small share of a `text` dataset that has no split of its own and at
     least 1,000 rows when it is first trained on."""
-    max_row_bytes: int = Field(default=1 << 20, ge=1)
-    """A larger row fails the job; the error names its file and line."""
 
 
 class TrainSettings(_Settings):

@@ -4,17 +4,14 @@ error with its file and line."""
 import json
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pipeline.retrain.anchors import Anchor, load_anchors
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.reading import load_golden_questions
+from pipeline.retrain.reading import load_golden_questions as load_golden
 from pipeline.retrain.rows import Row
-
-load_golden = partial(load_golden_questions, max_row_bytes=1 << 20)
 
 
 def written(folder: Path, *lines: object) -> Path:
