@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.retrain.asking import generate
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.loss import AnchorTarget, autocast, predict
-from pipeline.retrain.model import LoadedModel
+from pipeline.retrain.model import LoadedModel, logits_of
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import (
     TokenSequence,
@@ -152,8 +152,8 @@ def agreement(
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
         with autocast(model.device):
-            hidden, head, labels = predict(model, [[each.sequence] for each in some])
-            num_right += int((head.logits(hidden).argmax(-1) == labels).sum())
+            hidden, _, labels = predict(model, [[each.sequence] for each in some])
+            num_right += int((logits_of(model, hidden).argmax(-1) == labels).sum())
         num_tokens += len(labels)
         on_batch(len(some))
     return num_right / num_tokens
@@ -190,8 +190,8 @@ def _likeliest(
     for start in range(0, len(answers), MEASURED_ROWS):
         some = answers[start : start + MEASURED_ROWS]
         with autocast(loaded.model.device):
-            hidden, head, _ = predict(loaded.model, [[each] for each in some])
-            logits = head.logits(hidden)
+            hidden, _, _ = predict(loaded.model, [[each] for each in some])
+            logits = logits_of(loaded.model, hidden)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
         lengths = [each.num_learned for each in some]
         parts = (torch.split(each.cpu(), lengths) for each in (best.indices, best.values))
