@@ -283,21 +283,13 @@ def _content(columns: Columns) -> dict[str, Any]:
 
 def _check_json(content: Mapping[str, Any]) -> None:
     """Raises ValueError if the content cannot be hashed: it is hashed as JSON, but parquet has more
-    kinds of values, such as dates and bytes. Also raises ValueError if a text holds half of a
-    character (a surrogate), which a JSON escape can write. UTF-8 cannot encode it, and no tokenizer
-    accepts it."""
+    kinds of values, such as dates and bytes. Also if a text holds half of a character (a
+    surrogate), which a JSON escape can write: UTF-8 cannot encode it, and no tokenizer accepts
+    it."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(
-            f"the escape {half!a} is half of a character; write both halves, or the character"
-        ) from error
     except (TypeError, RecursionError) as error:
-        columns = ", ".join(f"`{column}`" for column in content if column != "masked")
-        raise ValueError(
-            f"{columns} cannot be written as JSON ({error}); write each value in it as text"
-        ) from error
+        raise ValueError(f"cannot be written as JSON ({error}); write each value as text") from None
 
 
 def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str, Any]:
