@@ -65,7 +65,6 @@ def test_golden_questions_are_rows(tmp_path: Path) -> None:
         (load_anchors, [ANCHOR, "{"], "line 2: Invalid JSON"),
         (load_anchors, [ANCHOR, "", {"kind": "poem", "prompt": "Hi"}], "line 3: `measured`: Field"),
         (load_anchors, [{**ANCHOR, "answer": "no"}], "line 1: `answer`: Extra inputs are not"),
-        (load_anchors, [ANCHOR, {**ANCHOR, "measured": False}], "line 2: of the kind 'poem' some"),
         (load_anchors, [], "holds no anchor"),
         (load_golden, [GOLDEN, {"prompt": "One"}], "line 2: nothing to learn from in the columns"),
         (load_golden, [{**GOLDEN, "prompt": 11}], "line 1: `prompt` holds the value 11, not text"),
