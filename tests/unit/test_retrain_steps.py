@@ -298,16 +298,6 @@ def test_a_record_that_finds_no_room_is_a_temporary_error_of_the_training(
     assert is_temporary(raised.value)
 
 
-@pytest.mark.parametrize("kept", [0, 100, -100])
-def test_a_training_whose_checkpoint_is_damaged_starts_again(tmp_path: Path, kept: int) -> None:
-    done, first = run(tmp_path, plan_of(rows(4)))
-    file = tmp_path / done.file
-    file.write_bytes(file.read_bytes()[:kept])
-    again, both = run(tmp_path, plan_of(rows(4)))
-    assert again == done
-    assert [each.step for each in both] == 2 * [each.step for each in first]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_gpu_trains_in_bfloat16(tmp_path: Path) -> None:
