@@ -146,23 +146,14 @@ def _jsonl(lines: Iterable[str]) -> Iterator[_Record]:
 
 
 def _json(text: str) -> Iterator[_Record]:
+    if not text.lstrip().startswith("["):
+        # Many .json files hold one object per line, like a .jsonl file.
+        yield from _jsonl(io.StringIO(text))
+        return
     try:
         records = _loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            # Many .json files hold one object per line, like a .jsonl file.
-            yield from _jsonl(io.StringIO(text))
-            return
-        raise _Unreadable(
-            f"not JSON ({error.msg}); make it a list of objects", error.lineno
-        ) from error
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"not JSON ({error}); make it a list of objects") from error
-    if isinstance(records, dict) and "\n" not in text.strip():
-        yield from _jsonl(io.StringIO(text))  # a file of one row
-        return
-    if not isinstance(records, list):
-        raise _Unreadable(f"holds {kind(records)}, not a list of objects; make it a list of rows")
     for record in records:
         yield None, _object(record)
 

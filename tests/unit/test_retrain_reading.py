@@ -281,9 +281,10 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
             '{"question": "q", "answer": "a", "answer": ""}',
             "a.jsonl, line 1: not JSON (the columns 2 and 3 are both called 'answer'",
         ),
-        ("a.json", '{\n"text": "a"\n}', "holds an object, not a list"),
+        ("a.json", '{\n"text": "a"\n}', "a.json, line 1: not JSON"),
         ("a.json", '{"a": 1}', "a.json, line 1: nothing to learn from in the columns 'a'"),
-        ("a.json", "[1", "a.json, line 1: not JSON"),
+        ("a.json", "[1", "a.json: not JSON (Expecting ',' delimiter: line 1 column 3"),
+        ("a.json", "[1]", "a.json, row 1: holds the value 1, not an object"),
         ("a.txt", b"a\n\ncaf\xe9", "a.txt: not UTF-8"),
         (
             "a.csv",
