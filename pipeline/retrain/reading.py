@@ -23,7 +23,6 @@ from serving.chat_template import normalise
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_CHUNK = 1 << 23
 _SEPARATORS = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """What may separate the fields, the usual one first."""
 _NOT_AS_TEXT = ("TIMESTAMP", "DATE", "TIME")
@@ -100,7 +99,7 @@ def _records(folder: Path, file: str, reads: Callable[[str], bool]) -> Iterator[
             return
         with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig") as text:
             if suffix == ".txt":
-                yield from _text(text)
+                yield from _text(text.read())
             elif suffix in (".csv", ".tsv"):
                 yield from _csv(text, suffix)
             elif suffix == ".json":
@@ -241,20 +240,13 @@ def _is_readable(leaf: Any) -> bool:
     )
 
 
-def _text(data: io.TextIOWrapper) -> Iterator[_Record]:
+def _text(text: str) -> Iterator[_Record]:
     """One record for each paragraph. An empty line separates two paragraphs."""
-    line, rest = 1, ""
-    while chunk := data.read(_CHUNK):
-        *paragraphs, rest = (rest + chunk).split("\n\n")
-        for text in paragraphs:
-            yield from _paragraph(text, line)
-            line += text.count("\n") + 2
-    yield from _paragraph(rest, line)
-
-
-def _paragraph(text: str, line: int) -> Iterator[_Record]:
-    if text.strip():
-        yield line + len(text) - len(text.lstrip("\n")), {"text": text}
+    line = 1
+    for paragraph in text.split("\n\n"):
+        if paragraph.strip():
+            yield line + len(paragraph) - len(paragraph.lstrip("\n")), {"text": paragraph}
+        line += paragraph.count("\n") + 2
 
 
 def _content(columns: Columns) -> dict[str, Any]:
