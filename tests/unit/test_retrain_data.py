@@ -202,7 +202,7 @@ def test_without_the_revision_before_any_held_out_row_may_have_been_trained_on(
 
 
 def test_data_that_is_held_out_whole_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no row is left to train on: test.jsonl are held out"):
+    with pytest.raises(DataError, match=r"the dataset is empty; .*; test.jsonl is held out"):
         Dataset(tmp_path).commit({"test.jsonl": facts(q="1")})
 
 

@@ -158,7 +158,7 @@ def test_a_turn_that_its_author_masks_is_context(tmp_path: Path, key: dict[str, 
     assert other.digest != row.digest, "it is trained on another answer"
     gone = difference([other], [row])
     assert len(gone.edited) == 1
-    assert "no row has anything to learn: rows.jsonl, line 1" in refused(tmp_path, talk(bad, bad))
+    assert "rows.jsonl, line 1 has nothing to learn" in refused(tmp_path, talk(bad, bad))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_half_a_character_names_its_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_an_empty_dataset_says_what_to_push(tmp_path: Path, content: str) -> None:
     assert "the dataset is empty" in refused(tmp_path, content)
-    with pytest.raises(DataError, match=r"no data file in it; push \.jsonl"):
+    with pytest.raises(DataError, match=r"the dataset is empty; push \.jsonl"):
         rows_of(tmp_path)
 
 
