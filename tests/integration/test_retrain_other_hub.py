@@ -67,8 +67,9 @@ def test_a_token_that_is_wrong_or_was_revoked_is_named(
             reader(elsewhere, tmp_path, token).download(elsewhere.sha)
         assert str(caught.value) == (
             f"revision {elsewhere.sha} of {DATASET} could not be fetched from"
-            f" {elsewhere.hub.url}: HF_TOKEN of the shell that started the stack, or the token of"
-            " `hf auth login` is wrong, has expired, or may not read this dataset (401)"
+            f" {elsewhere.hub.url}: there is no such dataset, or HF_TOKEN of the shell that started"
+            " the stack, or the token of `hf auth login` is wrong, has expired, or may not read"
+            " this dataset (401)"
         )
         assert token not in str(caught.value)
 
