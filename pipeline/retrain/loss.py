@@ -94,6 +94,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 def slices(
     hidden: Tensor, labels: Tensor, model: PreTrainedModel
 ) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of `hidden` and `labels` of which the logits are in memory at the same time."""
     rows = slice_rows(model.config.get_text_config().vocab_size)
     return zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
 

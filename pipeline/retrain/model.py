@@ -120,7 +120,8 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     body = model.get_decoder()
     body.forward = lambda *_, **__: _Output([rows[None]])
     try:
-        logits: Tensor = model(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
+        ids = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+        logits: Tensor = model(input_ids=ids).logits
     finally:
         del body.forward
     return logits.squeeze(0)[: len(hidden)].float()
