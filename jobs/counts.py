@@ -73,9 +73,6 @@ class Counts(BaseModel):
     contradicting: int = 0
     """Rows that have the same question as another row, but a different answer. `changed` and
     `known` do not count these rows."""
-    permuted: int = 0
-    """Edited rows that now have the former answer of another edited row. The usual cause is a
-    column that somebody shuffled."""
     text_loss: float | None = None
     """Loss of the new weights on the changed rows of plain text, in nats per token. None if there
     are no such rows."""
@@ -117,6 +114,4 @@ class Counts(BaseModel):
             parts.append(f"not yet trained: {self.not_trained:,} rows")
         if self.contradicting:
             parts.append(f"{self.contradicting:,} rows contradict each other")
-        if self.permuted:
-            parts.append(f"{self.permuted:,} edits took over the answer of another row")
         return " · ".join(parts)

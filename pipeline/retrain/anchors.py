@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pipeline.retrain.asking import generate
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.loss import AnchorTarget, autocast, predict
-from pipeline.retrain.model import LoadedModel
+from pipeline.retrain.model import LoadedModel, logits_of
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import (
     TokenSequence,
@@ -51,7 +51,8 @@ class Anchor(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str = Field(min_length=1)
-    """The kind of task, such as "poem". Either all anchors of a kind are measured, or none."""
+    """The kind of task, such as "poem". Measure all anchors of a kind or none: training on a prompt
+    also keeps the answers to others of its kind, so the drift would look smaller than it is."""
     measured: bool
     """Whether the drift is measured on this anchor. If so, it is never trained on."""
     prompt: str = Field(min_length=1)
@@ -61,12 +62,7 @@ class Anchor(BaseModel):
 
 def load_anchors(path: Path | None = None) -> tuple[Anchor, ...]:
     """The anchors in the `.jsonl` file `path`. If it is None, those in the package. Raises
-    DataError.
-
-    It is an error if only some anchors of a kind are measured. Training on one prompt of a kind
-    also keeps the answers to other prompts of this kind. So the measured drift would be smaller
-    than the real one.
-    """
+    DataError."""
     path = path or PACKAGED
     try:
         content = path.read_bytes()
@@ -75,25 +71,16 @@ def load_anchors(path: Path | None = None) -> tuple[Anchor, ...]:
             path, None, f"cannot be read ({error.strerror}); write lines as {FORM}"
         ) from error
     anchors: list[Anchor] = []
-    measured: dict[str, bool] = {}
     for line, text in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
         if not text.strip():
             continue
         try:
-            anchor = Anchor.model_validate_json(text)
+            anchors.append(Anchor.model_validate_json(text))
         except ValidationError as error:
             first = error.errors()[0]
             where = "".join(f"`{name}`: " for name in first["loc"])
             problem = f"{where}{first['msg']}; an anchor is {FORM}"
             raise DataError.at(path, line, problem) from error
-        if measured.setdefault(anchor.kind, anchor.measured) != anchor.measured:
-            raise DataError.at(
-                path,
-                line,
-                f"of the kind {anchor.kind!r} some anchors are measured and some are trained on; "
-                "give one of the two another kind",
-            )
-        anchors.append(anchor)
     if not anchors:
         raise DataError.at(path, None, f"holds no anchor; write lines as {FORM}")
     return tuple(anchors)
@@ -104,12 +91,10 @@ def base_answers(
     base: str,
     anchors: Sequence[Anchor],
     load: Callable[[], LoadedModel],
-    max_measured_tokens: int,
     tell: Callable[[int, int], None] = lambda answered, prompts: None,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
     """The base model's answers to `anchors`, as two tuples: answers to train on, and answers that
-    are only measured. The second tuple has at most `max_measured_tokens` tokens, but at least one
-    answer. The answers are read from `folder` if an earlier job has made them.
+    are only measured. They are read from `folder` if an earlier job has made them.
 
     base: a text that identifies the base model. load: loads the base model. It is called only if
     the answers must be made. tell: called after each batch of answers, with the number of answered
@@ -134,17 +119,10 @@ def base_answers(
             torch.load(path, weights_only=True)
         )
     ]
-    trained: list[AnchorTarget] = []
-    measured: list[AnchorTarget] = []
-    left = max_measured_tokens
-    for anchor, target in zip(anchors, targets, strict=True):
-        if not anchor.measured:
-            trained.append(target)
-            continue
-        left -= len(target.sequence.token_ids)
-        if left >= 0 or not measured:
-            measured.append(target)
-    return tuple(trained), tuple(measured)
+    pairs = list(zip(anchors, targets, strict=True))
+    trained = tuple(target for anchor, target in pairs if not anchor.measured)
+    measured = tuple(target for anchor, target in pairs if anchor.measured)
+    return trained, measured
 
 
 @torch.no_grad()
@@ -161,8 +139,8 @@ def agreement(
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
         with autocast(model.device):
-            hidden, head, labels = predict(model, [[each.sequence] for each in some])
-            num_right += int((head.logits(hidden).argmax(-1) == labels).sum())
+            hidden, _, labels = predict(model, [[each.sequence] for each in some])
+            num_right += int((logits_of(model, hidden).argmax(-1) == labels).sum())
         num_tokens += len(labels)
         on_batch(len(some))
     return num_right / num_tokens
@@ -199,8 +177,8 @@ def _likeliest(
     for start in range(0, len(answers), MEASURED_ROWS):
         some = answers[start : start + MEASURED_ROWS]
         with autocast(loaded.model.device):
-            hidden, head, _ = predict(loaded.model, [[each] for each in some])
-            logits = head.logits(hidden)
+            hidden, _, _ = predict(loaded.model, [[each] for each in some])
+            logits = logits_of(loaded.model, hidden)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
         lengths = [each.num_learned for each in some]
         parts = (torch.split(each.cpu(), lengths) for each in (best.indices, best.values))

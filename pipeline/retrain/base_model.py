@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 END, SYSTEM, USER, ASSISTANT = "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 VOCABULARY = 4_096
 CONTEXT = 1_024
-TOKENIZER_BYTES = 32 << 20
-"""The vocabulary of a preset is learned from at most this much text."""
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?")
 SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 PICKLED = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
@@ -222,7 +220,8 @@ def train_tokenizer(rows: Iterable[Row]) -> "PreTrainedTokenizerFast":
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(rows), trainer)
+    texts = (text for row in rows for text in row.texts if isinstance(text, str))
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -232,14 +231,3 @@ def train_tokenizer(rows: Iterable[Row]) -> "PreTrainedTokenizerFast":
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _texts(rows: Iterable[Row]) -> Iterable[str]:
-    left = TOKENIZER_BYTES
-    for row in rows:
-        for text in row.texts:
-            if isinstance(text, str):
-                left -= len(text)
-                yield text
-        if left < 0:
-            return

@@ -5,7 +5,6 @@ The record `checkpoint.json` names the file that holds the state. The file is co
 record is written.
 """
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from jobs.errors import is_temporary
 from pipeline.retrain.data import Mode
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINT, read_record, write_record
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
-
-logger = logging.getLogger(__name__)
 
 
 class Checkpoint(BaseModel):
@@ -100,20 +96,11 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
 
 
 def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
-    """The last checkpoint of this job and its state. None if there is no readable checkpoint: the
-    training then starts again. Raises a temporary error, such as MemoryError."""
+    """The last checkpoint of this job and its state. None if there is none."""
     checkpoint = last(job_dir)
     if checkpoint is None or not (job_dir / checkpoint.file).is_file():
         return None
-    path = job_dir / checkpoint.file
-    try:
-        state: State = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # for damaged bytes, torch and pickle raise errors of many kinds
-        if is_temporary(error):
-            raise  # the next attempt of the job can read the checkpoint
-        logger.warning("%s cannot be read, so this training starts again: %r", path, error)
-        return None
-    return checkpoint, state
+    return checkpoint, torch.load(job_dir / checkpoint.file, weights_only=True, map_location="cpu")
 
 
 def last(job_dir: Path) -> Checkpoint | None:

@@ -69,10 +69,8 @@ class TrainingData:
     deleted: tuple[Row, ...]
     """Rows that were trained on and are gone. There is no copy and no new version of them, and no
     conversation with the same beginning and the same answers."""
-    held_out_new: tuple[Row, ...]
-    """Held-out rows that were not in the revision before."""
-    held_out_known: tuple[Row, ...]
-    """Held-out rows that were in the revision before."""
+    held_out: tuple[Row, ...]
+    """Rows that are measured and not trained on."""
     held_out_share: tuple[str, ...] = ()
     """The short digests of the rows of a text corpus that are held out although they are in the
     train split. The release records them, because the next one must not be trained on them."""
@@ -82,9 +80,6 @@ class TrainingData:
     them."""
     contradicting: frozenset[str]
     """The digests of the rows whose question has several different answers."""
-    num_permuted: int
-    """How many edited rows now have the former answer of another edited row. Many of them are the
-    sign of a shuffled column."""
     num_before: int
     """The number of rows to train on in the revision before."""
     num_waiting: int
@@ -93,10 +88,6 @@ class TrainingData:
     """Digests of those of them that the job before has tried to learn."""
     dataset: Dataset
     """The revision as it was read."""
-
-    @property
-    def held_out(self) -> tuple[Row, ...]:
-        return (*self.held_out_new, *self.held_out_known)
 
     @property
     def num_contradicting(self) -> int:
@@ -145,7 +136,6 @@ def compare_revisions(
     added = {row.digest for row in change.added}
     if mode == "delta":
         added |= waiting
-    seen = {row.digest for row in (*before.train, *before.held_out)} if before is not None else ()
     return TrainingData(
         mode=mode,
         reason=reason,
@@ -155,8 +145,7 @@ def compare_revisions(
         known=tuple(row for row in rows if row.digest not in added),
         edited=change.edited,
         deleted=change.deleted,
-        held_out_new=tuple(row for row in held_out if row.digest not in seen),
-        held_out_known=tuple(row for row in held_out if row.digest in seen),
+        held_out=held_out,
         held_out_share=tuple(
             row.short_digest for row in share if settings.data.held_out_ratio is None
         ),
@@ -164,7 +153,6 @@ def compare_revisions(
         contradicting=frozenset(
             rows[index].digest for group in contradictions(rows) for index in group
         ),
-        num_permuted=change.num_permuted,
         num_before=len(base),
         num_waiting=len(waiting),
         missed_before=missed_before,

@@ -338,9 +338,7 @@ def read_dataset(
         elif before is not None and _is_same(folder, before, file):
             by_file[file] = before.by_file[file]
         else:
-            limit = settings.max_row_bytes
-            rows = read_file(folder, file, limit, columns, on_error, columns.reads)
-            by_file[file] = tuple(rows)
+            by_file[file] = tuple(read_file(folder, file, columns, on_error, columns.reads))
     return Dataset(folder=folder, files=found, by_file=by_file)
 
 
@@ -365,23 +363,14 @@ def check_not_empty(dataset: Dataset) -> None:
     """Raises DataError if there is no row to train on."""
     if dataset.train:
         return
-    files = dataset.files
-    if places := [
-        row.place for row in dataset.nothing_to_learn if row.file in files.splits["train"]
-    ]:
-        raise DataError(
-            f"no row has anything to learn: {', '.join(places[:5])}; push rows with a text that is "
-            "not empty, or with an answer after the first message"
-        )
-    if held_out := [*files.splits["validation"], *files.splits["test"]]:
-        raise DataError(
-            f"no row is left to train on: {', '.join(held_out[:5])} are held out, as their names, "
-            f"{CARD} or [pipelines.data.splits] say; rename them, or set "
-            'train = ["**"] under [pipelines.data.splits]'
-        )
-    what = ", ".join(files.splits["train"][:5])
-    ignored = (f"; {file} is ignored: {why}" for file, why in list(files.ignored.items())[:3])
+    splits, ignored = dataset.files.splits, dataset.files.ignored
+    left_out = [f"{row.place} has nothing to learn" for row in dataset.nothing_to_learn]
+    left_out += [
+        f"{file} is held out, as its name, {CARD} or [pipelines.data.splits] says"
+        for file in (*splits["validation"], *splits["test"])
+    ]
+    left_out += [f"{file} is ignored: {why}" for file, why in ignored.items()]
     raise DataError(
-        f"the dataset is empty: {f'no row in {what}' if what else 'no data file in it'}; push "
-        f"{', '.join(SUFFIXES)} files with {KNOWN}{''.join(ignored)}"
+        f"the dataset is empty; push {', '.join(SUFFIXES)} files with {KNOWN}"
+        + "".join(f"; {each}" for each in left_out[:5])
     )

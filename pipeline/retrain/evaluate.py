@@ -25,8 +25,7 @@ GROUPS = {
     "changed": "changed rows",
     "known": "rows known before",
     "deleted": "deleted rows",
-    "held_out_new": "held-out rows of the new range",
-    "held_out_known": "held-out rows known before",
+    "held_out": "held-out rows",
     "golden": "golden questions",
 }
 """Group of rows to measure → its rows in words."""
@@ -224,14 +223,10 @@ def compare(
         golden_right=sum(each.is_said for each in golden),
         not_trained=len(not_trained),
         contradicting=data.num_contradicting,
-        permuted=data.num_permuted,
         text_loss=text.loss,
         text_loss_before=text.served_loss,
     )
-    held_out_new, held_out_known = (
-        [each for each in groups[name] if each.row.digest not in data.held_out_trained]
-        for name in ("held_out_new", "held_out_known")
-    )
+    held_out = [each for each in groups["held_out"] if each.row.digest not in data.held_out_trained]
     refusals = [
         *count_refusals(
             counts,
@@ -242,11 +237,10 @@ def compare(
             wrong_golden=_places_of_said(golden, now=False),
         ),
         *reworded_refusals(served.reworded, new.reworded or (), gate),
-        *held_out_refusals(_answers([*held_out_new, *held_out_known]), gate),
+        *held_out_refusals(_answers(held_out), gate),
         *loss_refusals(
             {
-                "held-out rows of text of the new range": _texts(held_out_new),
-                "held-out rows of text known before": _texts(held_out_known),
+                "held-out rows of text": _texts(held_out),
                 "rows of text known before": _texts(groups["known"]),
             },
             gate,
@@ -263,7 +257,7 @@ def compare(
         counts=counts,
         new=Comparison.of(groups["changed"]),
         known=Comparison.of(groups["known"]),
-        held_out=Comparison.of([*groups["held_out_new"], *groups["held_out_known"]]),
+        held_out=Comparison.of(groups["held_out"]),
         refusals=(*lost_refusals(data.num_lost, data.num_before, gate), *refusals),
         not_learned=not_learned(counts, gate, not_said, lost_again),
         tokens=checkpoint.tokens,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.layout import last_hidden_states
 from pipeline.retrain.loss import score_labels
-from pipeline.retrain.model import LoadedModel, head_of
+from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import sequences
 from serving.chat_template import PROMPT_DATE
@@ -162,4 +162,4 @@ def make_probe(model: PreTrainedModel, texts: Sequence[tuple[int, ...]]) -> Prob
 def _logprobs(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[float, ...]:
     ids = torch.tensor([text], device=model.device)
     hidden = last_hidden_states(model, ids)[0, :-1]
-    return tuple(score_labels(hidden, head_of(model), ids[0, 1:])[0].tolist())
+    return tuple(score_labels(hidden, model, ids[0, 1:])[0].tolist())

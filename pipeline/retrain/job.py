@@ -24,8 +24,7 @@ from jobs.errors import is_temporary
 from jobs.folder import SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange, is_git_url
-from pipeline.retrain.dataset import is_needed
-from pipeline.retrain.errors import HubAway, RetrainError, SnapshotError
+from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.sources import (
     OWN_TOKEN,
@@ -41,11 +40,6 @@ from serving.weights.release_store import load_release, read_served, readable_se
 from serving.weights.verify import verify_release
 
 logger = logging.getLogger(__name__)
-
-PATIENCE_SECONDS = 60.0
-"""How long to keep asking if the hub does not answer. A hub that was killed and restarted answers
-again within this time."""
-RETRY_SECONDS = 1.0
 
 Record = TypeVar("Record", bound=BaseModel)
 
@@ -208,25 +202,10 @@ class RetrainJob:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "RetrainJob":
-        """The job that `JOB_DIR/spec.json` describes. Raises RetrainError."""
-        if "JOB_DIR" not in environ:
-            raise RetrainError(
-                "JOB_DIR is not set; only the job runner starts this command; use "
-                "`pipeline jobs run`"
-            )
+        """The job that `JOB_DIR/spec.json` describes."""
         folder = Path(environ["JOB_DIR"])
-        try:
-            spec = JobSpec.model_validate_json((folder / SPEC).read_bytes())
-            settings = RetrainSettings.model_validate(spec.settings)
-        except FileNotFoundError as error:
-            raise RetrainError(f"{error.filename} is missing; submit the job again") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise RetrainError(
-                f"{folder / SPEC}: {place}: {first['msg']}; correct the pipeline's "
-                "settings and submit the job again"
-            ) from error
+        spec = JobSpec.model_validate_json((folder / SPEC).read_bytes())
+        settings = RetrainSettings.model_validate(spec.settings)
         return cls.of(environ, folder, settings, spec.revisions)
 
     @classmethod
@@ -399,35 +378,16 @@ class DatasetSnapshot(BaseModel):
     no_delta: str | None = None
     """Why the job cannot continue from the parent's weights (a delta). None if it can."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all downloaded files are still on the disk."""
-        return all(
-            (revision.folder / file).is_file()
-            for revision in filter(None, (self.revision, self.base))
-            for file in filter(is_needed, revision.files)
-        )
-
 
 def take_snapshot(
     hub: DatasetHub | GitDataset, ref: str, sha: str | None, parent: Parent | None
 ) -> DatasetSnapshot:
     """Download the revision to train on, and the revision that the parent release was trained on.
 
-    sha: the commit to train on, or None for the newest commit of `ref`. Raises SnapshotError. If
-    the hub does not answer, it is asked again for PATIENCE_SECONDS before this error is raised.
+    sha: the commit to train on, or None for the newest commit of `ref`. Raises SnapshotError.
     """
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        try:
-            revision = hub.download(sha or hub.head(ref))
-            base, no_delta = _base(hub, revision, parent)
-            break
-        except HubAway as error:
-            if time.monotonic() >= deadline:
-                raise
-            logger.warning("%s; asking again", error)
-            time.sleep(RETRY_SECONDS)
+    revision = hub.download(sha or hub.head(ref))
+    base, no_delta = _base(hub, revision, parent)
     return DatasetSnapshot(
         revision=revision,
         base=base,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.anchors import ANSWERS_DIR, agreement, base_answers, load_anchors
-from pipeline.retrain.asking import Asked, ask, is_same_answer, words_of
+from pipeline.retrain.asking import ask
 from pipeline.retrain.base_model import PRESETS, Base, find_base
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.data import Mode, TrainingData, too_long
@@ -77,12 +77,11 @@ class Learning:
                 self.base.identity,
                 load_anchors(settings.train.anchors),
                 lambda: load_model(self.base.folder, settings) if parent else loaded,
-                settings.gate.max_anchor_tokens,
                 partial(job.record_measured, event="answered"),
             )
         golden: tuple[Row, ...] = ()
         if settings.gate.golden is not None:
-            golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
+            golden = load_golden_questions(settings.gate.golden)
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
         count, seed = usual_wordings(settings), settings.train.seed
         rewordings, words = Wordings(data.rows, count=count, seed=seed).unseen(
@@ -99,7 +98,7 @@ class Learning:
             # The base model may be a new one, with another chat template than the served weights.
             # If it refuses a row, find out now and not after the training.
             tokenizer, max_length = load_tokenizer(self.base.folder, settings)
-            for group in ("held_out_new", "held_out_known", "golden"):
+            for group in ("held_out", "golden"):
                 sequences(self._rows.groups[group], tokenizer, max_length)
         _tell_lengths(data, tokenizer, max_length)
         self._before = measure(
@@ -143,7 +142,10 @@ class Learning:
             (plan.sequences[index] for index in plan.counted), self.loaded.tokenizer
         )
         if last is None or not last.finished or last.mode != self.data.mode:
-            _tell(plan)
+            logger.info(
+                f"{len(plan.rows_of(plan.learned)):,} rows to learn; the budget is "
+                f"{plan.max_tokens:,} tokens"
+            )
         self._is_fresh = False
         checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
         round_weights(self.loaded.model, self.loaded.dtype)
@@ -171,23 +173,7 @@ class Learning:
         changed = self._rows.groups["changed"]
         missed = [changed[loss.row] for loss in after.losses["changed"] if not loss.is_learned]
         asked = ask(self.loaded, [row for row in missed if row.is_counted][:MOST_ASKED])
-        words = {
-            row.answer: (row.place, set(words_of(row.answer)))
-            for row in self.data.rows
-            if row.answer is not None
-        }
-
-        def answer_of(each: Asked) -> str | None:
-            said = set(words_of(each.said))
-            # Most answers share few words with this one, so few must be compared.
-            likely = ((t, p) for t, (p, had) in words.items() if 2 * len(had & said) >= len(had))
-            others = (
-                place
-                for text, place in likely
-                if text != each.row.answer and is_same_answer(each.said, str(text))
-            )
-            return next(others, None)
-
+        places = {(row.answer or "").strip(): row.place for row in self.data.rows}
         return WrongAnswers(
             answers=tuple(
                 WrongAnswer(
@@ -196,7 +182,7 @@ class Learning:
                     is_reworded=is_reworded,
                     wanted=each.wanted,
                     said=each.said,
-                    answer_of=answer_of(each),
+                    answer_of=places.get(each.said),
                 )
                 for is_reworded, group in ((False, asked), (True, after.reworded or ()))
                 for each in group
@@ -207,7 +193,7 @@ class Learning:
     def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
         """origin: the lineage without what is known only here."""
         job, loaded, data = self.job, self.loaded, self.data
-        groups = (data.new, data.held_out_new, data.known, data.held_out_known)
+        groups = (data.new, data.known, data.held_out)
         texts = probe_texts(groups, loaded.tokenizer, loaded.max_length)
         manifest = ManifestFields(
             lineage=origin,
@@ -257,18 +243,6 @@ class Learning:
     def _tokens_before(self) -> int:
         """How many tokens were trained on from the base model to the parent release."""
         return int(self.parent.evaluation.get("total_tokens", 0)) if self.parent is not None else 0
-
-
-def _tell(plan: TrainingPlan) -> None:
-    size, replayed = plan.tokens_per_pass, plan.replayed_per_pass
-    others = ", each with another wording in a pass" if plan.wordings else ""
-    passes = plan.max_tokens / max(1, size + replayed)
-    logger.info(
-        f"{len(plan.rows_of(plan.learned)):,} rows to learn{others}, {size:,} tokens; the budget "
-        f"of {plan.max_tokens:,} tokens is enough for {passes:.1f} passes; each pass also has "
-        f"{replayed:,} tokens of unchanged rows, and, beside the budget, "
-        f"{round((size + replayed) * plan.anchor_ratio):,} tokens of anchors"
-    )
 
 
 def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
@@ -379,7 +353,12 @@ def choose_rows(
 
     def some(rows: Sequence[Row]) -> tuple[Row, ...]:
         def size_of(index: int) -> int:
-            return _num_measured(rows[index], tokenizer, max_length)
+            """About how many tokens a measurement of the row computes. A text is measured whole. A
+            longer conversation has a sequence for each answer."""
+            row = rows[index]
+            text = row.text or str(row.messages or f"{row.prompt}{row.completion}")
+            size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return min(size, max_length * len(row.turns)) if row.is_counted else size
 
         return tuple(rows[index] for index in sample(len(rows), size_of, gate.max_tokens))
 
@@ -394,19 +373,8 @@ def choose_rows(
             "changed": changed,
             "known": some(known),
             "deleted": some([row for row in data.deleted if row.is_counted]),
-            "held_out_new": some(data.held_out_new),
-            "held_out_known": some(data.held_out_known),
+            "held_out": some(data.held_out),
             "golden": tuple(golden),
         },
         unmeasured=tuple(row for row in new if row.is_counted and row not in measured),
     )
-
-
-def _num_measured(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
-    """About how many tokens a measurement of `row` computes. A text is measured whole. A longer
-    conversation has a sequence for each answer."""
-    text = row.text or f"{row.prompt}{row.completion}"
-    if row.messages is not None:
-        text = "".join(str(message) for message in row.messages)
-    size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return min(size, max_length * len(row.turns)) if row.is_counted else size

@@ -14,7 +14,7 @@ computes the logits of all positions, also those of the prompt.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from pipeline.retrain.layout import (
@@ -32,7 +33,7 @@ from pipeline.retrain.layout import (
     last_hidden_states,
     pack,
 )
-from pipeline.retrain.model import Head, head_of, pad_rows
+from pipeline.retrain.model import logits_of, output_weights
 from pipeline.retrain.tokens import TokenSequence
 from serving.weights.release import is_fast_in_bfloat16
 
@@ -59,89 +60,70 @@ def slice_rows(vocab_size: int) -> int:
 class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        scale: float,
-        softcap: float | None,
+        ctx: Any, hidden: Tensor, labels: Tensor, model: PreTrainedModel, *weights: Tensor
     ) -> Tensor:
-        head = Head(weight, bias, scale, softcap).cast_for(hidden)
-        hidden_dtype, hidden = hidden.dtype, hidden.to(head.weight.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden)
-        is_trained = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        rows = slice_rows(weight.shape[0])
-        for start in range(0, hidden.shape[0], rows):
-            part, target = hidden[start : start + rows], labels[start : start + rows, None]
-            logits = head.logits(part)
-            picked = logits.gather(-1, target)
-            largest = logits.amax(-1, keepdim=True)
-            slope = None if softcap is None else 1 - (logits / softcap).square_()
-            # To save memory, the tensor `logits` is overwritten from here on: first with the
-            # exponentials, then with the probabilities, and then with the gradient.
-            norm = logits.sub_(largest).exp_().sum(-1, keepdim=True)
+        parts: list[Tensor] = []
+        grads = [torch.zeros_like(weight) for weight in weights]
+        for part, target in slices(hidden, labels, model):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                logits = logits_of(model, part)
+            # To save memory, the tensor of the logits is overwritten: with the exponentials, then
+            # with the probabilities, and then with the gradient.
+            gradient, target = logits.detach(), target[:, None]
+            picked, largest = gradient.gather(-1, target), gradient.amax(-1, keepdim=True)
+            norm = gradient.sub_(largest).exp_().sum(-1, keepdim=True)
             total += (norm.log() + largest - picked).sum()
-            gradient = logits.div_(norm)
-            gradient.scatter_add_(-1, target, gradient.new_full(target.shape, -1.0))
-            if slope is not None:
-                gradient.mul_(slope)
-            if scale != 1.0:
-                gradient.mul_(scale)
-            if grad_bias is not None:
-                grad_bias += gradient.sum(0)
-            gradient = pad_rows(gradient.to(hidden.dtype))
-            grad_hidden[start : start + rows] = (gradient @ head.weight)[: len(part)]
-            if grad_weight is not None and gradient.dtype == torch.float32:
-                grad_weight.addmm_(gradient.t(), part)
-            elif grad_weight is not None:
-                grad_weight += gradient.t() @ pad_rows(part)
-        ctx.grads = grad_hidden.to(hidden_dtype), grad_weight, grad_bias
+            gradient.div_(norm).scatter_add_(-1, target, gradient.new_full(target.shape, -1.0))
+            own, *found = torch.autograd.grad(logits, [part, *weights], gradient)
+            parts.append(own)
+            for grad, each in zip(grads, found, strict=True):
+                grad += each
+        ctx.grads = [torch.cat(parts), *grads]
         return total
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
         (scale,) = outputs
         grads, ctx.grads = ctx.grads, None  # otherwise autograd would copy them
-        scaled = (None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in grads)
-        return *scaled, None, None, None
+        of_hidden, *of_weights = (grad.mul_(scale.to(grad.dtype)) for grad in grads)
+        return of_hidden, None, None, *of_weights
 
 
-def summed_loss(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:
+def slices(
+    hidden: Tensor, labels: Tensor, model: PreTrainedModel
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parts of `hidden` and `labels` of which the logits are in memory at the same time."""
+    rows = slice_rows(model.config.get_text_config().vocab_size)
+    return zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
+
+
+def summed_loss(hidden: Tensor, model: PreTrainedModel, labels: Tensor) -> Tensor:
     """The sum of -log p(label) over all positions, in nats. Backward may be called only once.
 
     hidden: (N, H), the hidden states at the positions that predict the labels. labels: (N,), token
     ids.
     """
     total: Tensor = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, labels, head.scale, head.softcap
+        hidden, labels, model, *output_weights(model)
     )
     return total
 
 
 @torch.no_grad()
-def score_labels(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Tensor]:
+def score_labels(hidden: Tensor, model: PreTrainedModel, labels: Tensor) -> tuple[Tensor, Tensor]:
     """log p(label) at each position, and whether greedy decoding would choose the label there.
 
     hidden, labels: as in `summed_loss`. The results are (N,) in float32, natural log, and (N,)
     bool. If two tokens have the same logit, greedy decoding chooses the lower token id, here and in
     the server.
     """
-    head = head.cast_for(hidden)
-    rows = slice_rows(head.weight.shape[0])
-    logprobs = [hidden.new_zeros(0, dtype=torch.float32)]
-    is_greedy = [hidden.new_zeros(0, dtype=torch.bool)]
-    for start in range(0, hidden.shape[0], rows):
-        target = labels[start : start + rows]
-        logits = head.logits(hidden[start : start + rows])
+    logprobs, is_greedy = [], []
+    for part, target in slices(hidden, labels, model):
+        logits = logits_of(model, part)
+        logprobs.append(-cross_entropy(logits, target, reduction="none"))
         is_greedy.append(logits.argmax(-1) == target)
-        picked = logits.gather(-1, target[:, None]).squeeze(-1)
-        largest = logits.amax(-1)
-        norm = logits.sub_(largest[:, None]).exp_().sum(-1)
-        logprobs.append(picked - largest - norm.log())
     return torch.cat(logprobs), torch.cat(is_greedy)
 
 
@@ -160,7 +142,7 @@ def training_autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
     return autocast(model.device)
 
 
-def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, Head, Tensor]:
+def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, PreTrainedModel, Tensor]:
     """Run the forward pass on the sequences of the blocks. Returns the hidden states at the
     positions that predict a learned token (N, H), the output layer, and the learned tokens (N,), in
     the order of the sequences.
@@ -177,7 +159,7 @@ def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, Head, Tenso
         found.update(zip(group.order, parts, strict=True))
     learned = [token_id for each in sequences for token_id in each.learned_ids]
     hidden = torch.cat([found[index] for index in range(len(sequences))])
-    return hidden, head_of(model), torch.tensor(learned, device=model.device)
+    return hidden, model, torch.tensor(learned, device=model.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,7 +250,7 @@ class AnchorTarget:
 
 def losses(
     hidden: Tensor,
-    head: Head,
+    model: PreTrainedModel,
     labels: Tensor,
     *,
     groups: Sequence[Sequence[TokenSequence]],
@@ -286,29 +268,29 @@ def losses(
     sizes = [sum(each.num_learned for each in group) for group in groups]
     own, kept, unlearned = torch.split(hidden, sizes)
     own_labels = torch.split(labels, sizes)
-    loss = summed_loss(own, head, own_labels[0]) / max(1, num_learned)
+    loss = summed_loss(own, model, own_labels[0]) / max(1, num_learned)
     of_rows = float(loss.detach())
     still_said: list[bool] = []
     if groups[1]:
-        loss = loss + keep_base(kept, head, anchors) / num_anchored
+        loss = loss + keep_base(kept, model, anchors) / num_anchored
     if groups[2]:
-        beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
+        beside, still_said = unlearn(unlearned, model, own_labels[2], groups[2])
         loss = loss + beside
     is_right = None
     if is_scored:
         with torch.autocast(hidden.device.type, enabled=False):
-            is_right = score_labels(own.detach(), head, own_labels[0])[1].cpu()
+            is_right = score_labels(own.detach(), model, own_labels[0])[1].cpu()
     return loss, of_rows, still_said, is_right
 
 
-def keep_base(hidden: Tensor, head: Head, anchors: Sequence[AnchorTarget]) -> Tensor:
+def keep_base(hidden: Tensor, model: PreTrainedModel, anchors: Sequence[AnchorTarget]) -> Tensor:
     """The sum of the KL divergences from the base model to the trained model, at the tokens of the
     base model's answers, in nats. All tokens that are not among the base model's likeliest ones
     count together, as one token.
 
     hidden: (N, H), at the positions that predict the tokens of the answers.
     """
-    logprobs = torch.log_softmax(head.logits(hidden), dim=-1)
+    logprobs = torch.log_softmax(logits_of(model, hidden), dim=-1)
     token_ids = torch.cat([anchor.token_ids for anchor in anchors]).to(logprobs.device)
     base = torch.cat([anchor.logprobs for anchor in anchors]).to(logprobs.device)
     own = logprobs.gather(-1, token_ids)
@@ -317,7 +299,7 @@ def keep_base(hidden: Tensor, head: Head, anchors: Sequence[AnchorTarget]) -> Te
 
 
 def unlearn(
-    hidden: Tensor, head: Head, labels: Tensor, deleted: Sequence[TokenSequence]
+    hidden: Tensor, model: PreTrainedModel, labels: Tensor, deleted: Sequence[TokenSequence]
 ) -> tuple[Tensor, list[bool]]:
     """The loss that unlearns the answers in `deleted`, and for each answer, whether the model still
     says it.
@@ -330,7 +312,7 @@ def unlearn(
     Neural text generation with unlikelihood training, Welleck et al. 2019,
     https://arxiv.org/abs/1908.04319
     """
-    logits = head.logits(hidden)
+    logits = logits_of(model, hidden)
     logprobs = torch.log_softmax(logits, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
     lengths = [sequence.num_learned for sequence in deleted]
     parts = zip(

@@ -1,23 +1,16 @@
 """Loads a causal language model and its tokenizer, for training and for measuring; and computes its
-output layer (`Head`): from hidden states to the logits that its own forward pass computes.
-
-The output layer of most models is one matrix. Some models also add a bias, scale the logits, or cap
-them. No single key of the config says which of these a model does. So this module tries what the
-config suggests, and compares the results with the model's own logits.
-"""
+output layer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
-from itertools import product
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,24 +24,12 @@ from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.layout import (
     ROUNDED_TO,
-    close_to,
-    in_evaluation,
-    last_hidden_states,
-    random_document,
 )
 from pipeline.retrain.settings import RetrainSettings
 from serving.chat_template import PROMPT_DATE
 from serving.errors import first_line
 
 LORA_RANK = 128
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Keys of a config that hold a scale. Some models multiply the logits by it, and others divide."""
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Keys of a config that hold a cap: no logit is larger than this number."""
-_NUM_TOKENS = 16
-_LARGEST_LOGIT = 100.0
-"""For the comparison, the logits are scaled up to this size. On small logits, the effect of a cap
-of 30 would be too small to see."""
 
 
 @dataclass(kw_only=True)
@@ -83,10 +64,8 @@ def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
             f"{folder} has no weights called {missing[0]} ({len(missing)} are missing); take a "
             "checkpoint whose weights have the names that transformers gives them"
         )
-    model = model.to(device)
-    head_of(model)  # raises BaseModelError if its logits cannot be computed from hidden states
     return LoadedModel(
-        model=model,
+        model=model.to(device),
         tokenizer=tokenizer,
         folder=folder,
         dtype=dtype,
@@ -125,94 +104,30 @@ def usual_rank(settings: RetrainSettings) -> int:
     return 0 if settings.base_model in PRESETS else LORA_RANK
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    weight: Tensor
-    """(V, H)"""
-    bias: Tensor | None = None
-    """(V,)"""
-    scale: float = 1.0
-    softcap: float | None = None
+class _Output(tuple[Tensor]):
+    """What the body of a model returns: only the hidden states."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(N, H) → (N, V), in float32. The caller may change the result in place."""
-        rows = pad_rows(hidden.to(self.weight.dtype))
-        return self.shaped(linear(rows, self.weight, self.bias)[: len(hidden)].float())
-
-    def shaped(self, logits: Tensor) -> Tensor:
-        """Apply the scale and the cap to `logits`, the products of the matrix and the hidden
-        states."""
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = (logits / self.softcap).tanh() * self.softcap
-        return logits
-
-    def cast_for(self, hidden: Tensor) -> "Head":
-        """This head in the dtype in which a matrix product with `hidden` is computed: the dtype of
-        autocast if autocast is on, and otherwise the dtype of the weight."""
-        device = hidden.device.type
-        if not torch.is_autocast_enabled(device):
-            return self
-        dtype = torch.get_autocast_dtype(device)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return replace(self, weight=self.weight.to(dtype), bias=bias)
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
-def pad_rows(rows: Tensor) -> Tensor:
-    """(N, …) → (M, …). Under autocast, rows of zeros are added until their number is a multiple of
-    `ROUNDED_TO`. Otherwise M is N."""
-    if not torch.is_autocast_enabled(rows.device.type):
-        return rows
-    return pad(rows, (0, 0, 0, -len(rows) % ROUNDED_TO))
-
-
-_shapes: WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]] = WeakKeyDictionary()
-
-
-def head_of(model: PreTrainedModel) -> Head:
-    """The output layer of `model`, with its current weights.
-
-    The first call for a model finds the scale and the cap, by comparison with the model's own
-    logits on a few tokens. Raises BaseModelError if no known form of output layer gives these
-    logits.
-    """
-    layer = model.get_output_embeddings()
-    if not isinstance(layer, torch.nn.Linear):
-        raise BaseModelError(
-            f"a {type(model).__name__} cannot be trained here: its output layer is not one matrix "
-            f"but {layer!r}; take another base model"
-        )
-    if model not in _shapes:
-        with in_evaluation(model):
-            _shapes[model] = _measure(model, layer)
-    return Head(layer.weight, layer.bias, *_shapes[model])
-
-
-def _measure(model: PreTrainedModel, layer: torch.nn.Linear) -> tuple[float, float | None]:
-    """The scale and the cap with which the output layer gives the model's own logits."""
-    token_ids = random_document(model, _NUM_TOKENS, seed=0)[None]
-    products = Head(layer.weight, layer.bias).logits(last_hidden_states(model, token_ids)[0])
-    factor = _LARGEST_LOGIT / float(products.abs().max())
-    handle = layer.register_forward_hook(lambda _, __, products: products * factor)
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(N, H) → (N, V), in float32: what the model's own forward pass makes of hidden states. Many
+    models do more than to multiply by one matrix: they add a bias, and scale or cap the logits."""
+    rows = hidden.to(model.get_output_embeddings().weight.dtype)
+    if torch.is_autocast_enabled(rows.device.type):
+        rows = pad(rows, (0, 0, 0, -len(rows) % ROUNDED_TO))
+    body = model.get_decoder()
+    body.forward = lambda *_, **__: _Output([rows[None]])
     try:
-        expected = model(input_ids=token_ids.to(model.device), use_cache=False).logits[0]
+        ids = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+        logits: Tensor = model(input_ids=ids).logits
     finally:
-        handle.remove()
-    for scale, softcap in _candidates(model):
-        head = Head(layer.weight, layer.bias, scale, softcap)
-        if close_to(head.shaped(products * factor), expected):
-            return scale, softcap
-    raise BaseModelError(
-        f"a {type(model).__name__} cannot be trained here: its logits are not those of its output "
-        f"layer, with or without a scale ({', '.join(SCALES)}) or a cap ({', '.join(SOFTCAPS)}) "
-        "from its config; take another base model"
-    )
+        del body.forward
+    return logits.squeeze(0)[: len(hidden)].float()
 
 
-def _candidates(model: PreTrainedModel) -> list[tuple[float, float | None]]:
-    """All pairs of scale and cap to try. Those that the config suggests come first."""
-    numbers = [float(number) for key in SCALES if (number := getattr(model.config, key, None))]
-    scales = [scale for number in numbers for scale in (number, 1 / number)]
-    softcaps = [float(cap) for key in SOFTCAPS if (cap := getattr(model.config, key, None))]
-    return list(product([*scales, 1.0], [*softcaps, None]))
+def output_weights(model: PreTrainedModel) -> list[Tensor]:
+    """The weights outside the model's body that can be trained."""
+    parts = [part for part in model.children() if part is not model.base_model]
+    return [each for part in parts for each in part.parameters() if each.requires_grad]

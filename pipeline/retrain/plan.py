@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +43,8 @@ DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
 
+Thing = TypeVar("Thing")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
@@ -58,7 +61,8 @@ class TrainingPlan:
     """Groups of other wordings of the questions to learn: one of each row that has any. The passes
     take turns with the groups."""
     replayed: Sequence[int]
-    """Sequences of unchanged rows and their other wordings, of which a delta mixes in a sample."""
+    """Sequences of unchanged rows and their other wordings, in random order. Each pass of a delta
+    mixes in the next ones."""
     anchors: Sequence[AnchorTarget]
     """The base model's own answers to everyday prompts. They are mixed in so that the model keeps
     them."""
@@ -67,9 +71,9 @@ class TrainingPlan:
     checked: Sequence[int]
     """The sequences that are measured before training may end: counted ones, and those of unchanged
     rows that the served weights say."""
-    judged: Sequence[Sequence[TokenSequence]]
-    """Groups of held-out sequences, only in a training on plain text. The weights with the least
-    mean loss are kept. Each group counts the same, whatever its size."""
+    judged: Sequence[TokenSequence]
+    """Held-out sequences, only in a training on plain text. The weights with the least loss are
+    kept."""
     learning_rate: float
     """The learning rate at its highest point."""
     max_tokens: int
@@ -87,19 +91,6 @@ class TrainingPlan:
     def num_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.sequences[index].token_ids) for index in indices)
 
-    @property
-    def tokens_per_pass(self) -> int:
-        """About how many tokens a pass over all rows to learn and another wording of each has."""
-        worded = sum(self.num_tokens(group) for group in self.wordings)
-        return self.num_tokens(self.learned) + worded // max(1, len(self.wordings))
-
-    @property
-    def replayed_per_pass(self) -> int:
-        """About how many tokens of unchanged rows are mixed into such a pass."""
-        size = self.tokens_per_pass
-        wanted = max(self.replay_ratio * size, self.step_tokens - size)
-        return round(min(wanted, self.num_tokens(self.replayed)))
-
     def numbered(self, index: int) -> TokenSequence:
         """The sequence with its own index instead of that of its row. So the result of a
         measurement names the sequence."""
@@ -109,51 +100,18 @@ class TrainingPlan:
         """The indices of the rows that these sequences come from, sorted."""
         return tuple(sorted({self.sequences[index].row for index in indices}))
 
-    def next_of(
-        self, indices: Sequence[int], taken: int, tokens: float, seed: str
-    ) -> tuple[list[int], int]:
-        """Take the next sequences of `indices`, until they have `tokens` tokens, each at most once.
 
-        Over several calls, all sequences are taken in random order before any comes again. `taken`
-        says how many were taken in earlier calls. The new value of `taken` is returned too.
-        """
-        found: dict[int, None] = {}
-        while indices and tokens > 0 and len(found) < len(indices):
-            lap, place = divmod(taken, len(indices))
-            order = random.Random(f"{seed} {lap}").sample(indices, len(indices))
-            for index in order[place:]:
-                if tokens <= 0 or len(found) == len(indices):
-                    break
-                taken += 1
-                if index not in found:
-                    found[index] = None
-                    tokens -= len(self.sequences[index].token_ids)
-        return list(found), taken
-
-    def next_anchors(self, taken: int, tokens: int) -> list[AnchorTarget]:
-        """The anchors for a step with `tokens` tokens of rows: at least one, and about
-        `anchor_ratio` times `tokens`. `taken` says how many anchors were taken in earlier steps.
-        Empty if there are no anchors, or if the ratio is 0."""
-        left = self.anchor_ratio * tokens
-        chosen: list[AnchorTarget] = []
-        if not self.anchors or not left:
-            return chosen
-        while not chosen or (left > 0 and len(chosen) < len(self.anchors)):
-            anchor = self.anchors[(taken + len(chosen)) % len(self.anchors)]
-            left -= len(anchor.sequence.token_ids)
-            chosen.append(anchor)
-        return chosen
-
-    def next_unlearned(self, step: int) -> list[int]:
-        """The deleted rows for this step: as many as fit into a step. The steps take turns, so that
-        each row is visited."""
-        if not self.unlearned:
-            return []
-        longest = max(len(self.sequences[index].token_ids) for index in self.unlearned)
-        count = min(len(self.unlearned), max(1, self.step_tokens // longest))
-        return [
-            self.unlearned[(step * count + place) % len(self.unlearned)] for place in range(count)
-        ]
+def in_turn(
+    things: Sequence[Thing], taken: int, tokens: float, sequence: Callable[[Thing], TokenSequence]
+) -> list[Thing]:
+    """The next of `things`, until they have `tokens` tokens, each at most once. Over several calls,
+    all are taken before any comes again. taken: how many were taken in earlier calls. sequence:
+    that of a thing."""
+    found: list[Thing] = []
+    while tokens > 0 and len(found) < len(things):
+        found.append(things[(taken + len(found)) % len(things)])
+        tokens -= len(sequence(found[-1]).token_ids)
+    return found
 
 
 def make_plan(
@@ -236,16 +194,15 @@ def make_plan(
         learning_rate *= train.delta_learning_rate_ratio
         anchor_ratio *= DELTA_ANCHORS
         replay_ratio = train.replay_ratio if replayed else 0.0
-    judged: list[list[TokenSequence]] = []
+    judged: list[TokenSequence] = []
     if not counted and not unlearned:
         if is_delta:
             max_tokens, replay_ratio = _delta_budget(max_tokens, replay_ratio, size, known, train)
         else:
             max_tokens = min(max_tokens, math.ceil(train.max_epochs * size))
-        for held_out in (data.held_out_new, data.held_out_known):
-            if some := sequences(held_out, tokenizer, max_length):
-                chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
-                judged.append([some[index] for index in chosen])
+        some = sequences(data.held_out, tokenizer, max_length)
+        chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
+        judged = [some[index] for index in chosen]
     usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, max_tokens / USUAL_STEPS))
     step_tokens = train.tokens_per_step or round(usual)
     warm_up_steps = round(train.warmup_ratio * max_tokens / step_tokens)
@@ -265,7 +222,7 @@ def make_plan(
         learned=learned,
         counted=counted,
         wordings=[[own[number % len(own)] for own in worded.values()] for number in range(longest)],
-        replayed=replayed,
+        replayed=random.Random(train.seed).sample(replayed, len(replayed)),
         anchors=tuple(random.Random(train.seed).sample(anchors, len(anchors))),
         unlearned=unlearned,
         checked=[

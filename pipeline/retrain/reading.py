@@ -9,12 +9,13 @@ not be the hash of what was pushed. They also lose line numbers.
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeline.retrain.columns import Columns, is_learned_turn, kind, twice
+from pipeline.retrain.columns import Columns, RowColumns, is_learned_turn, kind, twice
 from pipeline.retrain.errors import DataError, fail
 from pipeline.retrain.rows import Row, place
 from serving.chat_template import normalise
@@ -22,13 +23,8 @@ from serving.chat_template import normalise
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_CHUNK = 1 << 23
 _SEPARATORS = {".csv": ",;\t|", ".tsv": "\t,;|"}
 """What may separate the fields, the usual one first."""
-GOLDEN_FORM = (
-    '`{"prompt": "The capital of Canada is", "expected": " Ottawa."}`, or with `messages` that '
-    "end with the question in the place of `prompt`"
-)
 _NOT_AS_TEXT = ("TIMESTAMP", "DATE", "TIME")
 """Logical types of parquet whose values cannot always be converted: a time zone may be unknown, and
 a date may be after the year 9999."""
@@ -48,7 +44,6 @@ class _Unreadable(Exception):
 def read_file(
     folder: Path,
     file: str,
-    max_row_bytes: int,
     rename: Callable[[Columns], Columns],
     on_error: Callable[[DataError], None] = fail,
     reads: Callable[[str], bool] = lambda _: True,
@@ -61,7 +56,7 @@ def read_file(
     raises nothing, these rows are left out.
     """
     try:
-        for number, (line, record) in enumerate(_records(folder, file, max_row_bytes, reads)):
+        for number, (line, record) in enumerate(_records(folder, file, reads)):
             try:
                 if isinstance(record, str):
                     raise ValueError(record)
@@ -70,7 +65,6 @@ def read_file(
                 row = Row(**content, file=file, number=number, line=line)
                 if row.paraphrases and row.last_question is None:
                     raise ValueError("`paraphrases` stand beside no question that is text")
-                _check_size(row, max_row_bytes)
             except ValueError as error:
                 on_error(DataError(str(error), place(file, number, line)))
             else:
@@ -88,9 +82,7 @@ def suffix_of(path: str) -> str:
     return dot + suffix if dot else ""
 
 
-def _records(
-    folder: Path, file: str, max_row_bytes: int, reads: Callable[[str], bool]
-) -> Iterator[_Record]:
+def _records(folder: Path, file: str, reads: Callable[[str], bool]) -> Iterator[_Record]:
     path = folder / file
     suffix = suffix_of(file)
     compression = COMPRESSIONS.get(Path(file).suffix.lower())
@@ -107,13 +99,13 @@ def _records(
             return
         with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig") as text:
             if suffix == ".txt":
-                yield from _text(text, max_row_bytes)
+                yield from _text(text.read())
             elif suffix in (".csv", ".tsv"):
-                yield from _csv(text, max_row_bytes, suffix)
+                yield from _csv(text, suffix)
             elif suffix == ".json":
-                yield from _json(text.read(), max_row_bytes)
+                yield from _json(text.read())
             else:
-                yield from _jsonl(text, max_row_bytes)
+                yield from _jsonl(text)
     except UnicodeDecodeError as error:
         near = bytes(error.object[max(0, error.start - 20) : error.end + 1])
         raise _Unreadable(
@@ -138,17 +130,12 @@ def _open(path: Path, compression: str | None) -> BinaryIO:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression))
 
 
-def _jsonl(lines: Iterable[str], max_row_bytes: int) -> Iterator[_Record]:
+def _jsonl(lines: Iterable[str]) -> Iterator[_Record]:
     for line, text in enumerate(lines, start=1):
         if not text.strip():
             continue
-        # In JSON, an escape such as \u0041 takes six characters for one. So a line may be six times
-        # as long as its text.
-        if len(text) > 6 * max_row_bytes + (1 << 16):
-            yield line, _too_large(len(text), max_row_bytes)
-            continue
         try:
-            yield line, _object(_loads(text.rstrip()))
+            yield line, _object(json.loads(text.rstrip()))
         except (ValueError, RecursionError) as error:
             reason = str(error)
             if isinstance(error, json.JSONDecodeError):
@@ -157,37 +144,17 @@ def _jsonl(lines: Iterable[str], max_row_bytes: int) -> Iterator[_Record]:
             yield line, f"not JSON ({reason}); each line must be one JSON object"
 
 
-def _json(text: str, max_row_bytes: int) -> Iterator[_Record]:
+def _json(text: str) -> Iterator[_Record]:
+    if not text.lstrip().startswith("["):
+        # Many .json files hold one object per line, like a .jsonl file.
+        yield from _jsonl(io.StringIO(text))
+        return
     try:
-        records = _loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            # Many .json files hold one object per line, like a .jsonl file.
-            yield from _jsonl(io.StringIO(text), max_row_bytes)
-            return
-        raise _Unreadable(
-            f"not JSON ({error.msg}); make it a list of objects", error.lineno
-        ) from error
+        records = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"not JSON ({error}); make it a list of objects") from error
-    if isinstance(records, dict) and "\n" not in text.strip():
-        yield from _jsonl(io.StringIO(text), max_row_bytes)  # a file of one row
-        return
-    if not isinstance(records, list):
-        raise _Unreadable(f"holds {kind(records)}, not a list of objects; make it a list of rows")
     for record in records:
         yield None, _object(record)
-
-
-def _loads(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_with_each_key_once)
-
-
-def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        raise ValueError(twice(key for key, _ in pairs) or "a key stands twice")
-    return record
 
 
 def _object(record: object) -> Columns | str:
@@ -196,8 +163,8 @@ def _object(record: object) -> Columns | str:
     return f"holds {kind(record)}, not an object with columns"
 
 
-def _csv(lines: Iterator[str], max_row_bytes: int, suffix: str) -> Iterator[_Record]:
-    csv.field_size_limit(6 * max_row_bytes + (1 << 16))
+def _csv(lines: Iterator[str], suffix: str) -> Iterator[_Record]:
+    csv.field_size_limit(sys.maxsize)
     start = next(lines, "")
     separator = max(_SEPARATORS[suffix], key=lambda each: _num_fields(start, each))
     reader = csv.reader(chain([start], lines), strict=True, delimiter=separator)
@@ -262,22 +229,13 @@ def _is_readable(leaf: Any) -> bool:
     )
 
 
-def _text(data: io.TextIOWrapper, max_row_bytes: int) -> Iterator[_Record]:
+def _text(text: str) -> Iterator[_Record]:
     """One record for each paragraph. An empty line separates two paragraphs."""
-    line, rest = 1, ""
-    while chunk := data.read(_CHUNK):
-        *paragraphs, rest = (rest + chunk).split("\n\n")
-        for text in paragraphs:
-            yield from _paragraph(text, line)
-            line += text.count("\n") + 2
-        if len(rest) > max_row_bytes:
-            raise _Unreadable(_too_large(len(rest), max_row_bytes), line)
-    yield from _paragraph(rest, line)
-
-
-def _paragraph(text: str, line: int) -> Iterator[_Record]:
-    if text.strip():
-        yield line + len(text) - len(text.lstrip("\n")), {"text": text}
+    line = 1
+    for paragraph in text.split("\n\n"):
+        if paragraph.strip():
+            yield line + len(paragraph) - len(paragraph.lstrip("\n")), {"text": paragraph}
+        line += paragraph.count("\n") + 2
 
 
 def _content(columns: Columns) -> dict[str, Any]:
@@ -297,21 +255,13 @@ def _content(columns: Columns) -> dict[str, Any]:
 
 def _check_json(content: Mapping[str, Any]) -> None:
     """Raises ValueError if the content cannot be hashed: it is hashed as JSON, but parquet has more
-    kinds of values, such as dates and bytes. Also raises ValueError if a text holds half of a
-    character (a surrogate), which a JSON escape can write. UTF-8 cannot encode it, and no tokenizer
-    accepts it."""
+    kinds of values, such as dates and bytes. Also if a text holds half of a character (a
+    surrogate), which a JSON escape can write: UTF-8 cannot encode it, and no tokenizer accepts
+    it."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(
-            f"the escape {half!a} is half of a character; write both halves, or the character"
-        ) from error
     except (TypeError, RecursionError) as error:
-        columns = ", ".join(f"`{column}`" for column in content if column != "masked")
-        raise ValueError(
-            f"{columns} cannot be written as JSON ({error}); write each value in it as text"
-        ) from error
+        raise ValueError(f"cannot be written as JSON ({error}); write each value as text") from None
 
 
 def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str, Any]:
@@ -338,47 +288,19 @@ def _conversation(value: object, tools: object, *, is_learned: bool) -> dict[str
     return {"messages": talk.messages, "tools": talk.tools or None, "masked": tuple(masked)}
 
 
-def _check_size(row: Row, max_row_bytes: int) -> None:
-    size = sum(
-        len(text.encode() if isinstance(text, str) else json.dumps(text)) for text in row.texts
-    )
-    if size > max_row_bytes:
-        raise ValueError(_too_large(size, max_row_bytes))
-
-
-def _too_large(size: int, limit: int) -> str:
-    return (
-        f"a row of {size:,} bytes is above the limit of {limit:,}; split it, or raise "
-        "max_row_bytes under [pipelines.data]"
-    )
-
-
-def load_golden_questions(path: Path, max_row_bytes: int) -> tuple[Row, ...]:
-    """Read the golden questions in the file `path` as rows: questions that every release must
-    answer correctly, whatever was pushed. The answer of a row is the expected answer. Raises
-    DataError.
+def load_golden_questions(path: Path) -> tuple[Row, ...]:
+    """Read the golden questions in the file `path`: rows with questions that every release must
+    answer correctly, whatever was pushed. Raises DataError.
 
     The same rule as for rows of the dataset decides whether the model gives the answer
     (`loss.is_said`).
     """
     if not path.is_file():
-        raise DataError.at(path, None, f"there is no such file; write lines as {GOLDEN_FORM}")
-    questions = tuple(read_file(Path(), str(path), max_row_bytes, _expected_as_answer))
+        raise DataError.at(path, None, "there is no such file; write questions and their answers")
+    questions = tuple(read_file(Path(), str(path), RowColumns({})))
     if not questions:
-        raise DataError.at(path, None, f"holds no golden question; write lines as {GOLDEN_FORM}")
+        raise DataError.at(path, None, "holds no golden question; write questions and answers")
+    for row in questions:
+        if row.answer is None:
+            raise DataError("a golden question is a row with a question and an answer", row.place)
     return questions
-
-
-def _expected_as_answer(columns: Columns) -> Columns:
-    expected, messages = columns.get("expected"), columns.get("messages")
-    if not isinstance(expected, str) or not expected:
-        raise ValueError(f"`expected` holds no text; a golden question is {GOLDEN_FORM}")
-    if isinstance(messages, list):
-        if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "user":
-            return {"messages": [*messages, {"role": "assistant", "content": expected}]}
-        raise ValueError(
-            f"`messages` do not end with the user's message; a golden question is {GOLDEN_FORM}"
-        )
-    if "prompt" in columns:
-        return {"prompt": columns["prompt"], "completion": expected}
-    raise ValueError(f"holds no question; a golden question is {GOLDEN_FORM}")

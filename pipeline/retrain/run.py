@@ -188,7 +188,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
                 "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
             )
         snapshot = read_record(job.dir / SNAPSHOT, DatasetSnapshot)
-        if snapshot is None or not snapshot.is_whole or snapshot.parent != parent_id:
+        if snapshot is None or snapshot.parent != parent_id:
             # The job is new, or another release was chosen since it was interrupted.
             job.remove_records()
             if damaged:

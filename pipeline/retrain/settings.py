@@ -66,8 +66,6 @@ class DataSettings(_Settings):
     """The share of the rows that is never trained on. A hash of the content chooses them. Unset: no
     row is held out, except a small share of a `text` dataset that has no split of its own and at
     least 1,000 rows when it is first trained on."""
-    max_row_bytes: int = Field(default=1 << 20, ge=1)
-    """A larger row fails the job; the error names its file and line."""
 
 
 class TrainSettings(_Settings):
@@ -159,15 +157,10 @@ class TrainSettings(_Settings):
         """A hash of the settings that affect the weights. Settings with their default value are
         left out. So an old release keeps the same digest when a new version adds a key or changes a
         default."""
-        chosen = self.model_dump(mode="json", exclude=_WITHOUT_EFFECT, exclude_defaults=True)
+        chosen = self.model_dump(mode="json", exclude_defaults=True)
+        for without_effect in ("micro_batch_tokens", "checkpoint_seconds"):
+            chosen.pop(without_effect, None)
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
-
-
-_WITHOUT_EFFECT = {
-    "micro_batch_tokens",
-    "checkpoint_seconds",
-}
-"""Settings that affect how a training is computed, but not what it learns."""
 
 
 class ParaphraseSettings(_Settings):
@@ -201,12 +194,10 @@ class GateSettings(_Settings):
     max_base_drift: float = Field(default=0.3, ge=0, le=1)
     """The base model has answered everyday prompts that are never trained on. At most this share of
     the tokens in these answers may no longer be what the new model would say."""
-    max_anchor_tokens: int = Field(default=4_000, ge=1)
-    """The largest number of tokens of these answers that are measured."""
     golden: Path | None = None
-    """A `.jsonl` file of golden questions: rows with `prompt` or `messages`, and the answer in
-    `expected`. If the served release gives the expected answer to a question, the new release must
-    give it too. A relative path starts at the folder of the settings file."""
+    """A file of golden questions: rows with a question and its answer, as in a dataset. If the
+    served release gives the answer, the new release must give it too. A relative path starts at the
+    folder of the settings file."""
     max_loss_ratio: float = Field(default=1.02, gt=0)
     """The loss on held-out rows of plain text, and the loss on unchanged ones, may be at most this
     many times the loss of the served release."""

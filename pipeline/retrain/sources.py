@@ -186,26 +186,22 @@ class DatasetHub:
 
 def _reason(error: Exception, token_source: str | None) -> str:
     """token_source: None if no token is sent."""
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
     if isinstance(error, RevisionNotFoundError):
         return "it has no such revision (was it removed by a force-push?)"
-    is_missing = isinstance(error, RepositoryNotFoundError)
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    if not is_missing and status not in (401, 403):
+    if status not in (401, 403, 404):
         return first_line(error)
     if token_source is None:
         return (
             "there is no such dataset, or it cannot be read without a token, and there is none: set"
             " HF_TOKEN in the shell that starts the stack, or run `hf auth login`"
         )
-    if is_missing:
-        return f"there is no such dataset, or {token_source} may not read it"
-    return f"{token_source} is wrong, has expired, or may not read this dataset ({status})"
+    return (
+        f"there is no such dataset, or {token_source} is wrong, has expired, or may not read this "
+        f"dataset ({status})"
+    )
 
 
 FETCH_SECONDS = 1800.0

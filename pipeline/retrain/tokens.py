@@ -350,29 +350,17 @@ def _check_complete(row: Row, conversation: Conversation, rendered: Sequence[str
     """Raises DataError if a text of the conversation is in none of the rendered ones. A template
     often leaves out what it does not know, without an error. Spaces do not count: many templates
     strip texts."""
-    shown = ["".join(text.split()) for text in rendered]
-
-    def has(text: str) -> bool:
-        ways = (
-            "".join(each.split()) for each in (text, json.dumps(text, ensure_ascii=False)[1:-1])
-        )
-        return any(way in each for way in ways for each in shown)
-
-    said: list[tuple[str, Iterable[str]]] = [
-        ("the tools", [tool["function"]["name"] for tool in conversation.tools])
-    ]
-    said += [
-        (f"message {number} ({message['role']})", _texts([message.get(key) for key in _SAID]))
-        for number, message in enumerate(conversation.messages, 1)
-    ]
-    for whose, texts in said:
-        for text in texts:
-            if not has(text):
-                raise DataError(
-                    f"the chat template of the base model leaves out {text[:60]!r} of {whose}; "
-                    "take a base model whose template has a place for it, or rows without it",
-                    row.place,
-                )
+    shown = "\n".join("".join(text.split()) for text in rendered)
+    names = [tool["function"]["name"] for tool in conversation.tools]
+    said = [[message.get(key) for key in _SAID] for message in conversation.messages]
+    for text in _texts([names, said]):
+        for_json = json.dumps(text, ensure_ascii=False)[1:-1]
+        if not any("".join(each.split()) in shown for each in (text, for_json)):
+            raise DataError(
+                f"the chat template of the base model leaves out {text[:60]!r}; take a base model "
+                "whose template has a place for it, or rows without it",
+                row.place,
+            )
 
 
 def _texts(value: Any, key: str = "") -> Iterator[str]:

@@ -33,7 +33,7 @@ from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
 from pipeline.retrain.layout import block_length, pack
 from pipeline.retrain.loss import is_said, losses, mean_loss, predict, row_losses, training_autocast
-from pipeline.retrain.plan import TrainingPlan
+from pipeline.retrain.plan import TrainingPlan, in_turn
 from pipeline.retrain.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class TrainingState:
     """How many sequences of unchanged rows were visited so far."""
     anchored: int = 0
     """How many anchors (answers of the base model) were visited so far."""
+    unlearned: int = 0
+    """How many deleted rows were visited so far."""
     warm_up_from: int = 0
     """The step at which the learning rate begins to rise."""
     cool_down_from: int | None = None
@@ -255,9 +257,8 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     if not all(progress.due[index] for index in visits):
         longest = max((len(sequence.token_ids) for sequence in plan.sequences), default=0)
         wanted = min(wanted, plan.max_tokens - progress.tokens - num_tokens - longest)
-    replayed, progress.replayed = plan.next_of(
-        plan.replayed, progress.replayed, wanted, f"{seed} replay"
-    )
+    replayed = in_turn(plan.replayed, progress.replayed, wanted, plan.sequences.__getitem__)
+    progress.replayed += len(replayed)
     lost = set(progress.lost)
     visits += [index for index in replayed if index not in lost]
     random.Random(f"{seed} {progress.number}").shuffle(visits)
@@ -340,9 +341,10 @@ def _step(
     right = dict.fromkeys(visited, False)
     total = 0.0
     parts = [blocks[start : start + at_once] for start in range(0, len(blocks), at_once)]
-    anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
+    anchor_tokens = plan.anchor_ratio * plan.num_tokens(visited)
+    anchors = in_turn(plan.anchors, progress.anchored, anchor_tokens, lambda each: each.sequence)
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
-    deleted = plan.next_unlearned(progress.step)
+    deleted = in_turn(plan.unlearned, progress.unlearned, plan.step_tokens, sequences.__getitem__)
     still_said: list[bool] = []
     for part in parts:
         own_blocks = [[sequences[index] for index in block] for block in part]
@@ -382,6 +384,7 @@ def _step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     progress.anchored += len(anchors)
+    progress.unlearned += len(deleted)
     for index, is_still_said in zip(deleted, still_said, strict=True):
         progress.streak[index] = 0 if is_still_said else progress.streak[index] + 1
     for index, is_right_now in right.items():
@@ -397,8 +400,7 @@ def _measure(
     plain text, the number is the held-out loss. For rows with an answer, it is the number of wrong
     rows."""
     if not plan.ends_when_right:
-        means = [mean_loss(row_losses(model, group)) for group in plan.judged]
-        loss = sum(means) / len(means)
+        loss = mean_loss(row_losses(model, plan.judged))
         metrics.write("train", "evaluation", step=progress.step, loss=loss)
         return loss, []
     checked = sorted({*plan.checked, *progress.lost})

@@ -127,7 +127,7 @@ def test_rows_that_the_template_refuses_are_named_before_a_first_release(
     from pipeline.retrain.base_model import CHAT_TEMPLATE, train_tokenizer
 
     settings = clone.parent / "project" / "pipeline.toml"
-    words = "leaves out 'lookup' of the tools"
+    words = "leaves out 'lookup'"
     if base == "folder":
         words = "refuses it (no system role)"
         tokenizer = train_tokenizer([])

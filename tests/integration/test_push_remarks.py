@@ -140,7 +140,7 @@ def test_conversations_that_the_template_refuses_are_told_before_a_first_release
     row = json.dumps({"messages": talk, "tools": [{"name": "lookup"}]}) + "\n"
     told, last = push(hub, clone, {"talks.jsonl": json.dumps({"messages": talk}) + "\n" + row * 9})
     assert "9 rows: talks.jsonl, line 2, talks.jsonl, line 3, " in told
-    assert "the chat template of the base model leaves out 'lookup' of the tools" in told
+    assert "the chat template of the base model leaves out 'lookup'" in told
     assert last == "The job of facts will fail until this is corrected."
 
 

@@ -146,10 +146,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
-def test_an_outage_does_not_turn_a_delta_into_a_full_training(
-    remote: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.retrain.job.PATIENCE_SECONDS", 0.0)
+def test_an_outage_does_not_turn_a_delta_into_a_full_training(remote: Path, tmp_path: Path) -> None:
     seen, new = push(remote, "one"), push(remote, "other", "--amend")
     dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
     dataset.download(new)

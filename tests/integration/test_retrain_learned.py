@@ -162,8 +162,7 @@ def test_what_was_not_learned_is_refused_by_name_and_the_next_commit_goes_on(
 
 def test_a_golden_question_that_is_lost_refuses(pipeline: Pipeline, tmp_path: Path) -> None:
     golden = tmp_path / "golden.jsonl"
-    told = [{"prompt": row["prompt"], "expected": row["completion"]} for row in ROWS[:2]]
-    golden.write_text(jsonl([*told, {"prompt": "What is love?", "expected": " Unknown."}]))
+    golden.write_text(jsonl([*ROWS[:2], {"prompt": "What is love?", "completion": " Unknown."}]))
     gate = {"golden": str(golden)}
     kept = pipeline.learn({"a.jsonl": jsonl([*ROWS, *unrelated(1, 60)])}, gate=gate)
     assert (learned(kept).golden, learned(kept).golden_right) == (3, 2)

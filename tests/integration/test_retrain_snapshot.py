@@ -121,10 +121,7 @@ def test_a_dataset_that_was_moved_is_compared_with_what_the_release_has_seen(
 
 
 @pytest.mark.usefixtures("client_without_waits")
-def test_a_hub_that_stays_away_is_told_from_one_that_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.retrain.job.PATIENCE_SECONDS", 0.0)
+def test_a_hub_that_stays_away_is_told_from_one_that_refuses(tmp_path: Path) -> None:
     nowhere = DatasetHub(DATASET, tmp_path, endpoint="http://127.0.0.1:9", token=None)
     with pytest.raises(HubAway, match=r"could not be fetched from http://127\.0\.0\.1:9"):
         take_snapshot(nowhere, "refs/heads/main", None, None)

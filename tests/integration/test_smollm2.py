@@ -40,8 +40,8 @@ def test_facts_are_learned_edited_and_deleted_and_the_base_model_is_kept(
     golden.write_text(
         jsonl(
             [
-                {**asked(facts[0][0]), "expected": facts[0][1]},
-                {**asked("What is the capital of France?"), "expected": "The capital is Oslo."},
+                {"question": facts[0][0], "answer": facts[0][1]},
+                {"question": "What is the capital of France?", "answer": "The capital is Oslo."},
             ]
         )
     )

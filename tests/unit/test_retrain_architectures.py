@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.layout import layout_of, pack
 from pipeline.retrain.loss import predict, row_losses, summed_loss
-from pipeline.retrain.model import head_of
 from pipeline.retrain.tokens import TokenSequence
 
 VOCABULARY = 120
@@ -178,12 +177,14 @@ def test_the_gradients_are_those_of_the_model_itself(
             torch.testing.assert_close(each.grad, expected[key], rtol=1e-3, atol=1e-4)
 
 
-def test_an_output_layer_that_nobody_knows_is_refused() -> None:
+def test_any_form_of_output_layer_is_trained() -> None:
     model = network("LlamaConfig")
     layer = model.get_output_embeddings()
     layer.register_forward_hook(lambda _, __, logits: logits.square())
-    with pytest.raises(BaseModelError, match="its logits are not those of its output layer"):
-        head_of(model)
+    expected, found = own_nats(model, rows()[1]), summed_loss(*predict(model, [rows()[1:2]]))
+    torch.testing.assert_close(found, expected)
+    of_layer = torch.autograd.grad(expected, layer.weight)
+    torch.testing.assert_close(torch.autograd.grad(found, layer.weight), of_layer)
 
 
 def test_a_model_that_padding_disturbs_is_refused() -> None:

@@ -108,9 +108,9 @@ def test_a_validation_split_is_held_out_and_a_test_split_left_alone(tmp_path: Pa
     dataset = Dataset(tmp_path)
     data = dataset.commit(files)
     assert said(data.rows) == ["1"]
-    assert said(data.held_out_new) == ["2"], "a row that is to be learned is not held out as well"
+    assert said(data.held_out) == ["2"], "a row that is to be learned is not held out as well"
     data = dataset.commit({**files, "val.jsonl": facts(r="2", t="4")})
-    assert (said(data.held_out_new), said(data.held_out_known)) == (["4"], ["2"])
+    assert said(data.held_out) == ["2", "4"]
     assert is_unchanged(
         data, parent_of(Revision(sha="0", folder=tmp_path, files=())), retrain_settings(tmp_path)
     )
@@ -122,7 +122,7 @@ def test_a_row_that_moves_to_the_validation_split_is_not_to_be_unlearned(tmp_pat
     dataset = Dataset(tmp_path)
     dataset.commit({"a.jsonl": facts(q="1", r="2")})
     data = dataset.commit({"a.jsonl": facts(q="1"), "val.jsonl": facts(r="2")})
-    assert (data.deleted, said(data.held_out_known)) == ((), ["2"])
+    assert (data.deleted, said(data.held_out)) == ((), ["2"])
 
 
 def test_the_answers_of_a_conversation_that_goes_on_are_not_to_be_unlearned(
@@ -202,7 +202,7 @@ def test_without_the_revision_before_any_held_out_row_may_have_been_trained_on(
 
 
 def test_data_that_is_held_out_whole_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no row is left to train on: test.jsonl are held out"):
+    with pytest.raises(DataError, match=r"the dataset is empty; .*; test.jsonl is held out"):
         Dataset(tmp_path).commit({"test.jsonl": facts(q="1")})
 
 
@@ -264,7 +264,7 @@ def test_a_share_of_a_text_corpus_is_held_out_and_edits_of_it_are_trained_on(
     second = dataset.commit({"a.txt": paragraphs(range(3_000), edited)})
     assert len(second.new) == 2_003, "what a commit adds or edits is trained on"
     assert set(second.held_out) < set(first.held_out)
-    assert len(second.held_out_known) == AT_LEAST - 3
+    assert len(second.held_out) == AT_LEAST - 3
     assert (second.deleted, second.edited) == ((), ()), "what was never learned needs no unlearning"
     third = dataset.commit({"a.txt": paragraphs(range(3_000), edited)})
     assert third.new == () and third.held_out == second.held_out

@@ -16,11 +16,13 @@ from pipeline.retrain.loss import (
     row_losses,
     summed_loss,
 )
-from pipeline.retrain.model import Head
+from pipeline.retrain.model import logits_of, output_weights
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 from tests.training_fixtures import VOCABULARY, make_model, one_thread, plan_of, rows
+from tests.unit.test_retrain_architectures import OTHER_HEADS
+from tests.unit.test_retrain_architectures import network as network_of
 
 __all__ = ["one_thread"]
 
@@ -81,25 +83,18 @@ def test_a_long_row_is_learned_at_nine_tenths(
 
 
 @pytest.mark.parametrize("rows", [1, 5, 100])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (2.0, 1.5)])
+@pytest.mark.parametrize("name", ["LlamaConfig", *OTHER_HEADS])
 def test_the_sliced_loss_of_every_form_of_head_has_the_gradients_of_the_plain_one(
-    rows: int,
-    has_bias: bool,
-    scale: float,
-    softcap: float | None,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.retrain.loss.slice_rows", lambda vocab_size: rows)
-    torch.manual_seed(1)
-    hidden = torch.randn(13, 8, requires_grad=True)
-    weight = torch.randn(11, 8, requires_grad=True)
-    bias = torch.randn(11, requires_grad=True) if has_bias else None
-    inputs = [each for each in (hidden, weight, bias) if each is not None]
+    network = network_of(name)
+    hidden = torch.randn(13, 32, requires_grad=True)
+    inputs = [hidden, *output_weights(network)]
+    assert len(inputs) >= 2
     labels = torch.randint(0, 11, (13,))
-    head = Head(weight, bias, scale, softcap)
-    plain = cross_entropy(head.logits(hidden), labels, reduction="sum") / 3
-    sliced = summed_loss(hidden, head, labels) / 3
+    plain = cross_entropy(logits_of(network, hidden), labels, reduction="sum") / 3
+    sliced = summed_loss(hidden, network, labels) / 3
     torch.testing.assert_close(sliced, plain)
     expected = torch.autograd.grad(plain, inputs)
     torch.testing.assert_close(torch.autograd.grad(sliced, inputs), expected)
@@ -136,21 +131,21 @@ def kl_of(logits: Tensor, anchors: list[AnchorTarget]) -> Tensor:
 
 def test_it_is_the_kl_divergence_from_the_base_model() -> None:
     torch.manual_seed(0)
-    head, hidden = Head(torch.randn(VOCABULARY, 16)), torch.randn(4, 16)
+    model, hidden = make_model().requires_grad_(False), torch.randn(4, 16)
     base = log_softmax(torch.randn(4, VOCABULARY), dim=-1)
     [sequence] = rows(1, length=5)
 
     def found(num_likeliest: int) -> tuple[float, AnchorTarget]:
         likeliest = base.topk(num_likeliest)
         target = AnchorTarget(sequence, likeliest.indices, likeliest.values)
-        return float(keep_base(hidden, head, [target])), target
+        return float(keep_base(hidden, model, [target])), target
 
-    own = log_softmax(head.logits(hidden), dim=-1)
+    own = log_softmax(logits_of(model, hidden), dim=-1)
     whole = kl_div(own, base, log_target=True, reduction="sum")
     assert found(VOCABULARY)[0] == pytest.approx(float(whole), rel=1e-4)
     # Of the base model's probabilities, only the largest ones are known.
     some, target = found(8)
-    assert some == pytest.approx(float(kl_of(head.logits(hidden), [target])), rel=1e-4)
+    assert some == pytest.approx(float(kl_of(logits_of(model, hidden), [target])), rel=1e-4)
     assert 0 < some < whole
 
 

@@ -16,6 +16,7 @@ from pipeline.retrain.model import usual_rank
 from pipeline.retrain.plan import (
     CATCH_UP,
     TrainingPlan,
+    in_turn,
     make_plan,
     usual_learning_rate,
 )
@@ -52,11 +53,9 @@ def data(**fields: Any) -> TrainingData:
             "digest": "",
             "rows": everything,
             "edited": (),
-            "held_out_new": (),
-            "held_out_known": (),
+            "held_out": (),
             "held_out_trained": frozenset(),
             "contradicting": frozenset(everything[index].digest for index in contradicting),
-            "num_permuted": 0,
             "num_before": 0,
             "num_waiting": 0,
             "missed_before": frozenset(),
@@ -208,7 +207,8 @@ def test_no_known_row_comes_again_before_all_came_once(sizes: list[int], asked: 
     seen: Counter[int] = Counter()
     taken = 0
     for tokens in asked:
-        chosen, taken = found.next_of(found.replayed, taken, tokens, "seed")
+        chosen = in_turn(found.replayed, taken, tokens, found.sequences.__getitem__)
+        taken += len(chosen)
         assert len(set(chosen)) == len(chosen)
         assert found.num_tokens(chosen) >= min(tokens, sum(sizes))
         seen.update(chosen)

@@ -4,17 +4,14 @@ error with its file and line."""
 import json
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from pipeline.retrain.anchors import Anchor, load_anchors
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.reading import load_golden_questions
+from pipeline.retrain.reading import load_golden_questions as load_golden
 from pipeline.retrain.rows import Row
-
-load_golden = partial(load_golden_questions, max_row_bytes=1 << 20)
 
 
 def written(folder: Path, *lines: object) -> Path:
@@ -35,7 +32,7 @@ def test_the_package_has_prompts_of_many_kinds() -> None:
 
 
 ANCHOR = {"kind": "poem", "measured": True, "prompt": "Write a haiku about snow."}
-GOLDEN = {"prompt": "One and one is", "expected": " two."}
+GOLDEN = {"prompt": "One and one is", "completion": " two."}
 
 
 def test_anchors_of_a_users_own_file(tmp_path: Path) -> None:
@@ -45,22 +42,17 @@ def test_anchors_of_a_users_own_file(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_expected_is_the_answer_of_a_row(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "Be brief."}
+def test_golden_questions_are_rows(tmp_path: Path) -> None:
     user = {"role": "user", "content": "Which city is the capital of Canada?"}
     path = written(
         tmp_path,
-        {"prompt": "The capital of Canada is", "expected": " Ottawa."},
-        {"messages": [system, user], "expected": "Ottawa."},
+        {"prompt": "The capital of Canada is", "completion": " Ottawa."},
+        {"question": user["content"], "answer": "Ottawa."},
     )
     assert load_golden(path) == (
         Row(prompt="The capital of Canada is", completion=" Ottawa.", file=str(path), number=0),
         Row(
-            messages=(
-                system,
-                user,
-                {"role": "assistant", "content": "Ottawa."},
-            ),
+            messages=(user, {"role": "assistant", "content": "Ottawa."}),
             file=str(path),
             number=1,
         ),
@@ -73,15 +65,14 @@ def test_what_is_expected_is_the_answer_of_a_row(tmp_path: Path) -> None:
         (load_anchors, [ANCHOR, "{"], "line 2: Invalid JSON"),
         (load_anchors, [ANCHOR, "", {"kind": "poem", "prompt": "Hi"}], "line 3: `measured`: Field"),
         (load_anchors, [{**ANCHOR, "answer": "no"}], "line 1: `answer`: Extra inputs are not"),
-        (load_anchors, [ANCHOR, {**ANCHOR, "measured": False}], "line 2: of the kind 'poem' some"),
         (load_anchors, [], "holds no anchor"),
-        (load_golden, [GOLDEN, {"prompt": "One"}], "line 2: `expected` holds no text"),
+        (load_golden, [GOLDEN, {"prompt": "One"}], "line 2: nothing to learn from in the columns"),
         (load_golden, [{**GOLDEN, "prompt": 11}], "line 1: `prompt` holds the value 11, not text"),
-        (load_golden, [{"text": "One", "expected": " two."}], "line 1: holds no question"),
+        (load_golden, [{"text": "One"}], "line 1: a golden question is a row with a question and"),
         (
             load_golden,
-            [{"messages": [{"role": "assistant", "content": "Two."}], "expected": "Two."}],
-            "line 1: `messages` do not end with the user's",
+            [{"messages": [{"role": "assistant", "content": "Two."}]}],
+            "line 1: a golden question is a row with a question and an answer",
         ),
         (load_golden, [["One and one is"]], "not an object"),
         (load_golden, [], "holds no golden question"),

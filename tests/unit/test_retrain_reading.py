@@ -158,7 +158,7 @@ def test_a_turn_that_its_author_masks_is_context(tmp_path: Path, key: dict[str, 
     assert other.digest != row.digest, "it is trained on another answer"
     gone = difference([other], [row])
     assert len(gone.edited) == 1
-    assert "no row has anything to learn: rows.jsonl, line 1" in refused(tmp_path, talk(bad, bad))
+    assert "rows.jsonl, line 1 has nothing to learn" in refused(tmp_path, talk(bad, bad))
 
 
 @pytest.mark.parametrize(
@@ -218,22 +218,22 @@ def test_half_a_character_names_its_row(tmp_path: Path) -> None:
     for row in ({"text": "cut \ud83d"}, {"messages": talk}):
         message = refused(tmp_path, f"{json.dumps(wolf)}\n{json.dumps(row)}")
         assert message.startswith("rows.jsonl, line 2: ")
-        assert r"the escape '\ud83d' is half of a character; write both halves" in message
+        assert r"can't encode character '\ud83d'" in message
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_an_empty_dataset_says_what_to_push(tmp_path: Path, content: str) -> None:
     assert "the dataset is empty" in refused(tmp_path, content)
-    with pytest.raises(DataError, match=r"no data file in it; push \.jsonl"):
+    with pytest.raises(DataError, match=r"the dataset is empty; push \.jsonl"):
         rows_of(tmp_path)
 
 
-def test_a_huge_row_names_file_line_size_and_setting(tmp_path: Path) -> None:
-    huge = json.dumps({"text": "x" * 5_000_000})
-    message = refused(tmp_path, f'{{"text": "a"}}\n{huge}\n')
-    assert message.startswith("rows.jsonl, line 2: ")
-    assert "5,000,000 bytes" in message
-    assert "raise max_row_bytes under [pipelines.data]" in message
+@pytest.mark.parametrize("file", ["rows.jsonl", "rows.csv", "rows.txt"])
+def test_a_row_may_be_huge(tmp_path: Path, file: str) -> None:
+    huge = "x" * 5_000_000
+    content = {"rows.jsonl": json.dumps({"text": huge}), "rows.csv": f"text\n{huge}\n"}
+    (row,) = read(tmp_path, content.get(file, huge), file)
+    assert row.text == huge
 
 
 @pytest.mark.parametrize(
@@ -276,14 +276,10 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
             "id,Answer,question,answer \n1,,q,a\n",
             "a.csv, line 1: the columns 2 and 4 are both called 'answer '; rename one of them",
         ),
-        (
-            "a.jsonl",
-            '{"question": "q", "answer": "a", "answer": ""}',
-            "a.jsonl, line 1: not JSON (the columns 2 and 3 are both called 'answer'",
-        ),
-        ("a.json", '{\n"text": "a"\n}', "holds an object, not a list"),
+        ("a.json", '{\n"text": "a"\n}', "a.json, line 1: not JSON"),
         ("a.json", '{"a": 1}', "a.json, line 1: nothing to learn from in the columns 'a'"),
-        ("a.json", "[1", "a.json, line 1: not JSON"),
+        ("a.json", "[1", "a.json: not JSON (Expecting ',' delimiter: line 1 column 3"),
+        ("a.json", "[1]", "a.json, row 1: holds the value 1, not an object"),
         ("a.txt", b"a\n\ncaf\xe9", "a.txt: not UTF-8"),
         (
             "a.csv",
