@@ -135,7 +135,7 @@ def _jsonl(lines: Iterable[str]) -> Iterator[_Record]:
         if not text.strip():
             continue
         try:
-            yield line, _object(json.loads(text.rstrip()))
+            yield line, _object(_loads(text.rstrip()))
         except (ValueError, RecursionError) as error:
             reason = str(error)
             if isinstance(error, json.JSONDecodeError):
@@ -150,11 +150,22 @@ def _json(text: str) -> Iterator[_Record]:
         yield from _jsonl(io.StringIO(text))
         return
     try:
-        records = json.loads(text)
+        records = _loads(text)
     except (ValueError, RecursionError) as error:
         raise _Unreadable(f"not JSON ({error}); make it a list of objects") from error
     for record in records:
         yield None, _object(record)
+
+
+def _loads(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_with_each_key_once)
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        raise ValueError(twice(key for key, _ in pairs) or "a key stands twice")
+    return record
 
 
 def _object(record: object) -> Columns | str:

@@ -157,10 +157,15 @@ class TrainSettings(_Settings):
         """A hash of the settings that affect the weights. Settings with their default value are
         left out. So an old release keeps the same digest when a new version adds a key or changes a
         default."""
-        chosen = self.model_dump(mode="json", exclude_defaults=True)
-        for without_effect in ("micro_batch_tokens", "checkpoint_seconds"):
-            chosen.pop(without_effect, None)
+        chosen = self.model_dump(mode="json", exclude=_WITHOUT_EFFECT, exclude_defaults=True)
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+
+
+_WITHOUT_EFFECT = {
+    "micro_batch_tokens",
+    "checkpoint_seconds",
+}
+"""Settings that affect how a training is computed, but not what it learns."""
 
 
 class ParaphraseSettings(_Settings):

@@ -276,6 +276,11 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
             "id,Answer,question,answer \n1,,q,a\n",
             "a.csv, line 1: the columns 2 and 4 are both called 'answer '; rename one of them",
         ),
+        (
+            "a.jsonl",
+            '{"question": "q", "answer": "a", "answer": ""}',
+            "a.jsonl, line 1: not JSON (the columns 2 and 3 are both called 'answer'",
+        ),
         ("a.json", '{\n"text": "a"\n}', "a.json, line 1: not JSON"),
         ("a.json", '{"a": 1}', "a.json, line 1: nothing to learn from in the columns 'a'"),
         ("a.json", "[1", "a.json: not JSON (Expecting ',' delimiter: line 1 column 3"),
