@@ -7,8 +7,9 @@ It reads no files, and needs no tokenizer and no torch.
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any, Literal
 
@@ -265,30 +266,20 @@ def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
     before, after = (Counter(row.digest for row in rows) for rows in (old, new))
     added = _take(new, after - before)
     removed = _take(old, before - after)
-    answers: defaultdict[object, list[Row]] = defaultdict(list)
-    for row, asked in zip(added, _questions(new, added), strict=True):
-        answers[asked].append(row)
-    edited, deleted = [], []
-    for row, asked in zip(removed, _questions(old, removed), strict=True):
-        if answers[asked]:
-            edited.append((row, answers[asked].pop(0)))
+    edited = _replaced_texts(old, new, before - after, after - before)
+    replaced = Counter(row.digest for row, _ in edited)
+    answers: defaultdict[str | None, list[Row]] = defaultdict(list)
+    for row in reversed(added):
+        answers[row.question].append(row)
+    deleted = []
+    for row in removed:
+        if replaced[row.digest]:
+            replaced[row.digest] -= 1
+        elif row.text is None and answers[row.question]:
+            edited.append((row, answers[row.question].pop()))
         else:
             deleted.append(row)
     return Difference(added=tuple(added), edited=tuple(edited), deleted=tuple(deleted))
-
-
-def _questions(rows: Sequence[Row], changed: Sequence[Row]) -> Iterator[object]:
-    """What each row of `changed` has in common with its other version: the question, or for plain
-    text, the unchanged row of the file after which it stands, and its number after that row."""
-    places = {(row.file, row.number) for row in changed}
-    before: dict[str, tuple[str, int]] = {}
-    for row in rows:
-        kept, count = before.get(row.file, ("", 0))
-        if (row.file, row.number) in places:
-            yield (row.file, kept, count) if row.text is not None else row.question
-            before[row.file] = kept, count + 1
-        else:
-            before[row.file] = row.digest, 0
 
 
 def contradictions(rows: Sequence[Row]) -> tuple[Mapping[int, Turn], ...]:
@@ -311,3 +302,40 @@ def _take(rows: Sequence[Row], counts: Counter[str]) -> list[Row]:
             left[row.digest] -= 1
             taken.append(row)
     return taken[::-1]
+
+
+def _replaced_texts(
+    old: Sequence[Row], new: Sequence[Row], removed: Counter[str], added: Counter[str]
+) -> list[tuple[Row, Row]]:
+    """The rows of plain text that were replaced in place, and what stands in their places.
+
+    removed, added: how often each digest occurs less or more often than before. The files are
+    aligned as a whole, because one text may stand at several places, of which one was edited.
+    """
+    removed, added = Counter(removed), Counter(added)
+    pairs: list[tuple[Row, Row]] = []
+    new_files = _texts_by_file(new)
+    for file, old_rows in _texts_by_file(old).items():
+        new_rows = new_files.get(file, [])
+        if removed.keys().isdisjoint(row.digest for row in old_rows):
+            continue
+        matcher = SequenceMatcher(
+            None, [row.digest for row in old_rows], [row.digest for row in new_rows]
+        )
+        for operation, start, end, new_start, new_end in matcher.get_opcodes():
+            if operation != "replace":
+                continue
+            for pair in zip(old_rows[start:end], new_rows[new_start:new_end], strict=False):
+                if removed[pair[0].digest] and added[pair[1].digest]:
+                    removed[pair[0].digest] -= 1
+                    added[pair[1].digest] -= 1
+                    pairs.append(pair)
+    return pairs
+
+
+def _texts_by_file(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    files: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.text is not None:
+            files[row.file].append(row)
+    return dict(files)

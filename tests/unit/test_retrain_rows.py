@@ -100,8 +100,6 @@ FOUR = ("one", "two", "three", "four")
         (texts(*FOUR), texts("one", "three", "four"), 0, 1),
         (texts(*FOUR), texts("one", "TWO-THREE", "four"), 1, 1),
         (texts(*FOUR), texts("one", "three", "four", "five"), 0, 1),
-        (texts("-", "one", "-", "two"), texts("-", "one", "-", "TWO"), 1, 0),
-        (texts("-", "one", "-", "two"), texts("-", "ONE", "-", "TWO"), 2, 0),
         (texts(*FOUR), [*texts("one", "three", "four"), *texts("TWO", file="b.txt")], 0, 1),
     ],
 )
