@@ -139,7 +139,7 @@ def agreement(
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
         with autocast(model.device):
-            hidden, _, labels = predict(model, [[each.sequence] for each in some])
+            hidden, labels = predict(model, [[each.sequence] for each in some])
             num_right += int((logits_of(model, hidden).argmax(-1) == labels).sum())
         num_tokens += len(labels)
         on_batch(len(some))
@@ -177,7 +177,7 @@ def _likeliest(
     for start in range(0, len(answers), MEASURED_ROWS):
         some = answers[start : start + MEASURED_ROWS]
         with autocast(loaded.model.device):
-            hidden, _, _ = predict(loaded.model, [[each] for each in some])
+            hidden, _ = predict(loaded.model, [[each] for each in some])
             logits = logits_of(loaded.model, hidden)
         best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
         lengths = [each.num_learned for each in some]

@@ -162,4 +162,4 @@ def make_probe(model: PreTrainedModel, texts: Sequence[tuple[int, ...]]) -> Prob
 def _logprobs(model: PreTrainedModel, text: tuple[int, ...]) -> tuple[float, ...]:
     ids = torch.tensor([text], device=model.device)
     hidden = last_hidden_states(model, ids)[0, :-1]
-    return tuple(score_labels(hidden, model, ids[0, 1:])[0].tolist())
+    return tuple(score_labels(model, hidden, ids[0, 1:])[0].tolist())

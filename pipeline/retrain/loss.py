@@ -99,7 +99,7 @@ def slices(
     return zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
 
 
-def summed_loss(hidden: Tensor, model: PreTrainedModel, labels: Tensor) -> Tensor:
+def summed_loss(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> Tensor:
     """The sum of -log p(label) over all positions, in nats. Backward may be called only once.
 
     hidden: (N, H), the hidden states at the positions that predict the labels. labels: (N,), token
@@ -112,7 +112,7 @@ def summed_loss(hidden: Tensor, model: PreTrainedModel, labels: Tensor) -> Tenso
 
 
 @torch.no_grad()
-def score_labels(hidden: Tensor, model: PreTrainedModel, labels: Tensor) -> tuple[Tensor, Tensor]:
+def score_labels(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """log p(label) at each position, and whether greedy decoding would choose the label there.
 
     hidden, labels: as in `summed_loss`. The results are (N,) in float32, natural log, and (N,)
@@ -142,10 +142,10 @@ def training_autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
     return autocast(model.device)
 
 
-def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, PreTrainedModel, Tensor]:
+def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Run the forward pass on the sequences of the blocks. Returns the hidden states at the
-    positions that predict a learned token (N, H), the output layer, and the learned tokens (N,), in
-    the order of the sequences.
+    positions that predict a learned token (N, H), and the learned tokens (N,), in the order of the
+    sequences.
 
     If the model cannot keep packed sequences apart, each sequence is computed in a row of its own.
     """
@@ -159,7 +159,7 @@ def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, PreTrainedM
         found.update(zip(group.order, parts, strict=True))
     learned = [token_id for each in sequences for token_id in each.learned_ids]
     hidden = torch.cat([found[index] for index in range(len(sequences))])
-    return hidden, model, torch.tensor(learned, device=model.device)
+    return hidden, torch.tensor(learned, device=model.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +213,7 @@ def row_losses(
     for start in range(0, len(blocks), at_once):
         chosen = blocks[start : start + at_once]
         with autocast(model.device):
-            logprobs, is_right = score_labels(*predict(model, chosen))
+            logprobs, is_right = score_labels(model, *predict(model, chosen))
         order = list(chain.from_iterable(chosen))
         lengths = [sequence.num_learned for sequence in order]
         logprobs_of = torch.split(logprobs.double().cpu(), lengths)
@@ -249,8 +249,8 @@ class AnchorTarget:
 
 
 def losses(
-    hidden: Tensor,
     model: PreTrainedModel,
+    hidden: Tensor,
     labels: Tensor,
     *,
     groups: Sequence[Sequence[TokenSequence]],
@@ -268,22 +268,22 @@ def losses(
     sizes = [sum(each.num_learned for each in group) for group in groups]
     own, kept, unlearned = torch.split(hidden, sizes)
     own_labels = torch.split(labels, sizes)
-    loss = summed_loss(own, model, own_labels[0]) / max(1, num_learned)
+    loss = summed_loss(model, own, own_labels[0]) / max(1, num_learned)
     of_rows = float(loss.detach())
     still_said: list[bool] = []
     if groups[1]:
-        loss = loss + keep_base(kept, model, anchors) / num_anchored
+        loss = loss + keep_base(model, kept, anchors) / num_anchored
     if groups[2]:
-        beside, still_said = unlearn(unlearned, model, own_labels[2], groups[2])
+        beside, still_said = unlearn(model, unlearned, own_labels[2], groups[2])
         loss = loss + beside
     is_right = None
     if is_scored:
         with torch.autocast(hidden.device.type, enabled=False):
-            is_right = score_labels(own.detach(), model, own_labels[0])[1].cpu()
+            is_right = score_labels(model, own.detach(), own_labels[0])[1].cpu()
     return loss, of_rows, still_said, is_right
 
 
-def keep_base(hidden: Tensor, model: PreTrainedModel, anchors: Sequence[AnchorTarget]) -> Tensor:
+def keep_base(model: PreTrainedModel, hidden: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
     """The sum of the KL divergences from the base model to the trained model, at the tokens of the
     base model's answers, in nats. All tokens that are not among the base model's likeliest ones
     count together, as one token.
@@ -299,7 +299,7 @@ def keep_base(hidden: Tensor, model: PreTrainedModel, anchors: Sequence[AnchorTa
 
 
 def unlearn(
-    hidden: Tensor, model: PreTrainedModel, labels: Tensor, deleted: Sequence[TokenSequence]
+    model: PreTrainedModel, hidden: Tensor, labels: Tensor, deleted: Sequence[TokenSequence]
 ) -> tuple[Tensor, list[bool]]:
     """The loss that unlearns the answers in `deleted`, and for each answer, whether the model still
     says it.

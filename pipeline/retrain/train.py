@@ -358,6 +358,7 @@ def _step(
         given = [*own_blocks, *([each] for each in chain(*others))]
         with training_autocast(model):
             loss, of_rows, still_said, is_right = losses(
+                model,
                 *predict(model, given),
                 groups=[list(chain(*own_blocks)), *others],
                 anchors=anchors,

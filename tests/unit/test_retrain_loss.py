@@ -94,7 +94,7 @@ def test_the_sliced_loss_of_every_form_of_head_has_the_gradients_of_the_plain_on
     assert len(inputs) >= 2
     labels = torch.randint(0, 11, (13,))
     plain = cross_entropy(logits_of(network, hidden), labels, reduction="sum") / 3
-    sliced = summed_loss(hidden, network, labels) / 3
+    sliced = summed_loss(network, hidden, labels) / 3
     torch.testing.assert_close(sliced, plain)
     expected = torch.autograd.grad(plain, inputs)
     torch.testing.assert_close(torch.autograd.grad(sliced, inputs), expected)
@@ -138,7 +138,7 @@ def test_it_is_the_kl_divergence_from_the_base_model() -> None:
     def found(num_likeliest: int) -> tuple[float, AnchorTarget]:
         likeliest = base.topk(num_likeliest)
         target = AnchorTarget(sequence, likeliest.indices, likeliest.values)
-        return float(keep_base(hidden, model, [target])), target
+        return float(keep_base(model, hidden, [target])), target
 
     own = log_softmax(logits_of(model, hidden), dim=-1)
     whole = kl_div(own, base, log_target=True, reduction="sum")
