@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.integration.test_hub_purge import SECRET, Place, place, purged, pushed, refused
+from tests.integration.test_hub_purge import SECRET, Place, place, pushed
 
 __all__ = ["place", "pushed"]
 
@@ -15,12 +15,12 @@ def test_the_commit_of_a_pull_request_is_purged_when_it_has_ended(
 ) -> None:
     with place.hub() as hub:
         place.push_away(hub)
-        purged(place.bad)
+        place.purged(place.bad)
         opened = hub.api.upload_file(
             path_or_fileobj=SECRET.encode(), path_in_repo="more.txt", create_pr=True, **ON
         )
         sha = str(opened.oid)
-        assert "refs/pr/1 of the dataset local/facts still leads to" in refused(sha)
+        assert "refs/pr/1 of the dataset local/facts still leads to" in place.refused(sha)
         if ending == "closed":
             hub.api.change_discussion_status(discussion_num=1, new_status="closed", **ON)
         else:
@@ -28,11 +28,11 @@ def test_the_commit_of_a_pull_request_is_purged_when_it_has_ended(
             merged = hub.api.dataset_info("local/facts").sha
             place.push_away(hub)
             assert merged is not None
-            purged(merged)
+            place.purged(merged)
         if is_up:
-            purged(sha)
+            place.purged(sha)
     if not is_up:
-        purged(sha)
+        place.purged(sha)
     assert place.holds_the_secret() == []
     assert not place.has(sha)
     with place.hub() as hub:

@@ -35,7 +35,6 @@ def at(serve: Callable[[ASGIApp], str]) -> dict[str, str]:
         ({"url": URL, "job_id": "j1", "watched": ["user:a"]}, "but not both"),
         ({"watched": ["user:a"]}, "`url` or `job_id`"),
         ({"url": URL, "watched": []}, "something to watch"),
-        ({"url": URL, "watched": ["user:a"], "secrets": {"A": "b"}}, "together with `job_id`"),
         ({"url": URL, "watched": ["ann"]}, "Expected format 'type:name'"),
         ({"url": URL, "watched": ["dataset:"]}, "Expected format 'type:name'"),
         ({"url": URL, "watched": ["group:acme"]}, "Invalid type 'group'"),
