@@ -102,7 +102,7 @@ SMALL = (
     Plan(
         "small, round 1",
         1,
-        (Shot("git", "push", 0.0), Shot("agent", "train", 0.2), Shot("serve", "promote", 0.0)),
+        (Shot("git", "push", 0.0), Shot("agent", "train", 0.0), Shot("serve", "promote", 0.0)),
     ),
     Plan(
         "small, round 2",

@@ -226,6 +226,8 @@ class StackUnderFire:
         if who in ("up", "all") and self.up is not None and pids:
             self.up.wait()
         self.counts[what] += bool(pids)
+        if not pids:
+            print(f"  no {who} was there to be killed", flush=True)
 
     # Commits
 
