@@ -173,7 +173,7 @@ class Learning:
         changed = self._rows.groups["changed"]
         missed = [changed[loss.row] for loss in after.losses["changed"] if not loss.is_learned]
         asked = ask(self.loaded, [row for row in missed if row.is_counted][:MOST_ASKED])
-        places = {(row.answer or "").strip(): row.place for row in self.data.rows}
+        places = {row.answer.strip(): row.place for row in self.data.rows if row.answer}
         return WrongAnswers(
             answers=tuple(
                 WrongAnswer(

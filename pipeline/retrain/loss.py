@@ -65,7 +65,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
         parts: list[Tensor] = []
         grads = [torch.zeros_like(weight) for weight in weights]
-        for part, target in slices(hidden, labels, model):
+        for part, target in _slices(hidden, labels, model):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
                 logits = logits_of(model, part)
@@ -91,7 +91,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         return of_hidden, None, None, *of_weights
 
 
-def slices(
+def _slices(
     hidden: Tensor, labels: Tensor, model: PreTrainedModel
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The parts of `hidden` and `labels` of which the logits are in memory at the same time."""
@@ -120,7 +120,7 @@ def score_labels(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> tupl
     the server.
     """
     logprobs, is_greedy = [], []
-    for part, target in slices(hidden, labels, model):
+    for part, target in _slices(hidden, labels, model):
         logits = logits_of(model, part)
         logprobs.append(-cross_entropy(logits, target, reduction="none"))
         is_greedy.append(logits.argmax(-1) == target)

@@ -22,9 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.layout import (
-    ROUNDED_TO,
-)
+from pipeline.retrain.layout import ROUNDED_TO
 from pipeline.retrain.settings import RetrainSettings
 from serving.chat_template import PROMPT_DATE
 from serving.errors import first_line
@@ -117,6 +115,7 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     rows = hidden.to(model.get_output_embeddings().weight.dtype)
     if torch.is_autocast_enabled(rows.device.type):
         rows = pad(rows, (0, 0, 0, -len(rows) % ROUNDED_TO))
+    # Its body is left out for this call: it hands the hidden states on to the output layer.
     body = model.get_decoder()
     body.forward = lambda *_, **__: _Output([rows[None]])
     try:
