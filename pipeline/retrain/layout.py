@@ -176,13 +176,7 @@ def _width(blocks: Blocks) -> int:
 
 
 def _part(sequence: TokenSequence, part: slice) -> TokenSequence:
-    labels = sequence.labels
-    return replace(
-        sequence,
-        token_ids=sequence.token_ids[part],
-        learned=sequence.learned[part],
-        labels=None if labels is None else labels[part],
-    )
+    return replace(sequence, token_ids=sequence.token_ids[part], learned=sequence.learned[part])
 
 
 def _batch(blocks: Blocks, order: Sequence[int], rounded_to: int) -> Batch:
@@ -197,8 +191,7 @@ def _batch(blocks: Blocks, order: Sequence[int], rounded_to: int) -> Batch:
             ids = torch.tensor(sequence.token_ids)
             token_ids[number, start : start + length] = ids
             position_ids[number, start : start + length] = torch.arange(length)
-            to_predict = ids if sequence.labels is None else torch.tensor(sequence.labels)
-            predicted = torch.where(torch.tensor(sequence.learned[1:]), to_predict[1:], -1)
+            predicted = torch.where(torch.tensor(sequence.learned[1:]), ids[1:], -1)
             labels[number, start : start + length - 1] = predicted
             start += length
         # The padding is like one more sequence: it has no labels, and no other sequence sees it.

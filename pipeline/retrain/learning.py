@@ -31,7 +31,7 @@ from pipeline.retrain.job import (
     write_record,
 )
 from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
-from pipeline.retrain.lowrank import frozen_trunk, low_rank
+from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
 from pipeline.retrain.plan import TrainingPlan, make_plan, sample, usual_wordings
 from pipeline.retrain.reading import load_golden_questions
@@ -257,20 +257,9 @@ def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_le
 
 def _train(job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, mode: Mode) -> Checkpoint:
     settings = job.settings
-    matrices = usual_rank(settings)
-    answers = settings.bases_dir / ANSWERS_DIR
-    with (
-        frozen_trunk(model, plan, answers) if matrices else nullcontext(plan) as plan,
-        low_rank(model, plan, matrices) if matrices else nullcontext(),
-    ):
-        return train(
-            model,
-            plan,
-            settings.train,
-            job_dir=job.dir,
-            mode=mode,
-            metrics=job.metrics,
-        )
+    rank = usual_rank(settings)
+    with low_rank(model, rank, settings.train.seed) if rank else nullcontext():
+        return train(model, plan, settings.train, job_dir=job.dir, mode=mode, metrics=job.metrics)
 
 
 def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:

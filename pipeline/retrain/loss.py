@@ -61,8 +61,9 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, labels: Tensor, model: PreTrainedModel, *weights: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         total = hidden.new_zeros((), dtype=torch.float32)
+        likeliest: list[Tensor] = []
         parts: list[Tensor] = []
         grads = [torch.zeros_like(weight) for weight in weights]
         for part, target in _slices(hidden, labels, model):
@@ -71,7 +72,9 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 logits = logits_of(model, part)
             # To save memory, the tensor of the logits is overwritten: with the exponentials, then
             # with the probabilities, and then with the gradient.
-            gradient, target = logits.detach(), target[:, None]
+            gradient = logits.detach()
+            likeliest.append(gradient.argmax(-1) == target)
+            target = target[:, None]
             picked, largest = gradient.gather(-1, target), gradient.amax(-1, keepdim=True)
             norm = gradient.sub_(largest).exp_().sum(-1, keepdim=True)
             total += (norm.log() + largest - picked).sum()
@@ -81,11 +84,13 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             for grad, each in zip(grads, found, strict=True):
                 grad += each
         ctx.grads = [torch.cat(parts), *grads]
-        return total
+        is_likeliest = torch.cat(likeliest)
+        ctx.mark_non_differentiable(is_likeliest)
+        return total, is_likeliest
 
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
-        (scale,) = outputs
+        scale, _ = outputs
         grads, ctx.grads = ctx.grads, None  # otherwise autograd would copy them
         of_hidden, *of_weights = (grad.mul_(scale.to(grad.dtype)) for grad in grads)
         return of_hidden, None, None, *of_weights
@@ -99,16 +104,17 @@ def _slices(
     return zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True)
 
 
-def summed_loss(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> Tensor:
-    """The sum of -log p(label) over all positions, in nats. Backward may be called only once.
+def summed_loss(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of -log p(label) over all positions, in nats, and for each position whether the label
+    is the likeliest token: (N,) bool. Backward may be called only once.
 
     hidden: (N, H), the hidden states at the positions that predict the labels. labels: (N,), token
     ids.
     """
-    total: Tensor = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, labels, model, *output_weights(model)
     )
-    return total
+    return found
 
 
 @torch.no_grad()
@@ -257,18 +263,18 @@ def losses(
     anchors: Sequence[AnchorTarget],
     num_learned: int,
     num_anchored: int,
-    is_scored: bool,
-) -> tuple[Tensor, float, list[bool], Tensor | None]:
+) -> tuple[Tensor, float, list[bool], Tensor]:
     """groups: the rows, the anchors and the deleted rows of a batch.
 
     Returns the sum of all losses; the loss of the rows alone; for each deleted row, whether the
     model still says it; and for each learned token of the rows, whether the model finds it
-    likeliest (None if not `is_scored`).
+    likeliest.
     """
     sizes = [sum(each.num_learned for each in group) for group in groups]
     own, kept, unlearned = torch.split(hidden, sizes)
     own_labels = torch.split(labels, sizes)
-    loss = summed_loss(model, own, own_labels[0]) / max(1, num_learned)
+    total, is_right = summed_loss(model, own, own_labels[0])
+    loss = total / max(1, num_learned)
     of_rows = float(loss.detach())
     still_said: list[bool] = []
     if groups[1]:
@@ -276,11 +282,7 @@ def losses(
     if groups[2]:
         beside, still_said = unlearn(model, unlearned, own_labels[2], groups[2])
         loss = loss + beside
-    is_right = None
-    if is_scored:
-        with torch.autocast(hidden.device.type, enabled=False):
-            is_right = score_labels(model, own.detach(), own_labels[0])[1].cpu()
-    return loss, of_rows, still_said, is_right
+    return loss, of_rows, still_said, is_right.cpu()
 
 
 def keep_base(model: PreTrainedModel, hidden: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:

@@ -27,7 +27,7 @@ from pipeline.retrain.settings import RetrainSettings
 from serving.chat_template import PROMPT_DATE
 from serving.errors import first_line
 
-LORA_RANK = 128
+LORA_RANK = 64
 
 
 @dataclass(kw_only=True)

@@ -8,9 +8,9 @@ release (usually the served one) on the changed rows.
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, takewhile
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ from pipeline.retrain.wordings import Wordings
 
 PRESET_LEARNING_RATE = 1e-3
 PRETRAINED_LEARNING_RATE = 5e-5
-LORA_LEARNING_RATE = 2e-3
+LORA_LEARNING_RATE = 1e-3
 CATCH_UP = 4
 """The served release may have been trained on more than `max_tokens` tokens. A full training may
 then use as many, but at most this many times `max_tokens`."""
@@ -39,6 +39,13 @@ ANSWERS_BUDGET = 2
 says the answers."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
+MIN_PRETRAINED_STEP_TOKENS = 512
+"""For a full training of a base model that was trained before. Smaller steps of a large network
+take about as long. But a delta of one row needs many steps, whatever their size."""
+BEGINNINGS, MORE_TOKENS = 3, 4
+"""Besides the row, a pass visits so many other wordings of it with only the beginning of its
+answer: the tokens that tell it apart from all other answers, and MORE_TOKENS. They teach which
+answer a question gets, in a third of the time; how the answer goes on is taught by the row."""
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
@@ -57,9 +64,10 @@ class TrainingPlan:
     counted: frozenset[int]
     """The sequences of `learned` that have an answer, and no contradicting row. Training ends when
     the model says all these answers."""
-    wordings: Sequence[Sequence[int]] = ()
-    """Groups of other wordings of the questions to learn: one of each row that has any. The passes
-    take turns with the groups."""
+    beginnings: Sequence[int] = ()
+    """Sequences that end in the answer of another one, which they ask in other words."""
+    wordings: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """For a sequence of `learned` or `beginnings`, those that ask the same in other words."""
     replayed: Sequence[int]
     """Sequences of unchanged rows and their other wordings, in random order. Each pass of a delta
     mixes in the next ones."""
@@ -90,6 +98,12 @@ class TrainingPlan:
 
     def num_tokens(self, indices: Iterable[int]) -> int:
         return sum(len(self.sequences[index].token_ids) for index in indices)
+
+    def asked(self, index: int, number: int) -> TokenSequence:
+        """The sequence at `index`, which pass `number` visits in its own words or in others: the
+        passes take turns."""
+        ways = (index, *self.wordings.get(index, ()))
+        return self.sequences[ways[number % len(ways)]]
 
     def numbered(self, index: int) -> TokenSequence:
         """The sequence with its own index instead of that of its row. So the result of a
@@ -173,21 +187,34 @@ def make_plan(
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
-    # A group of wordings is visited in a pass, so there need not be more groups than passes.
+    # A pass visits one wording, so there need not be more wordings than passes.
     size, known = (
         sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
     )
     count = min(usual_wordings(settings), max_tokens // max(1, size))
-    wordings = Wordings(data.rows, count=count, seed=train.seed)
+    asked_as = Wordings(data.rows, count=count, seed=train.seed)
     worded = place_wordings(
         [
             (index, asked)
             for index, row in enumerate(rows)
             if row.is_counted and row.digest not in data.contradicting
-            for asked in wordings.trained(row)
+            for asked in asked_as.trained(row)
         ]
     )
-    longest = max(map(len, worded.values()), default=0)
+    last = {found[index].row: index for index in learned}
+    wordings_of = {last[row]: others for row, others in worded.items() if row in last}
+    beginnings: list[int] = []
+    apart = told_apart(each.learned_ids for each in found)
+    for index in sorted(wordings_of):
+        cut = [_beginning(found[other], apart) for other in wordings_of[index]]
+        placed = range(len(found), len(found) + len(cut))
+        found += cut
+        # All of them take turns with the same wordings, but each starts with another one.
+        count = min(BEGINNINGS, len(cut))
+        for start in (number * len(cut) // count for number in range(count)):
+            first, *others = *placed[start:], *placed[:start]
+            beginnings.append(first)
+            wordings_of[first] = others
     learning_rate = train.learning_rate or usual_learning_rate(settings)
     anchor_ratio, replay_ratio = train.anchor_ratio, 0.0
     if is_delta:
@@ -203,7 +230,9 @@ def make_plan(
         some = sequences(data.held_out, tokenizer, max_length)
         chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
         judged = [some[index] for index in chosen]
-    usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, max_tokens / USUAL_STEPS))
+    is_small = is_delta or settings.base_model in PRESETS
+    smallest = MIN_STEP_TOKENS if is_small else MIN_PRETRAINED_STEP_TOKENS
+    usual = min(MAX_STEP_TOKENS, max(smallest, max_tokens / USUAL_STEPS))
     step_tokens = train.tokens_per_step or round(usual)
     warm_up_steps = round(train.warmup_ratio * max_tokens / step_tokens)
     is_said = {row.digest for row in said}
@@ -212,7 +241,7 @@ def make_plan(
         again = (
             (index, asked)
             for index, row in enumerate(data.known)
-            for asked in wordings.trained(row)[: max(1, len(row.wordings))]
+            for asked in asked_as.trained(row)[: max(1, len(row.wordings))]
         )
         replayed += chain(*place_wordings(list(again)).values())
     if counted or unlearned:
@@ -221,7 +250,8 @@ def make_plan(
         sequences=found,
         learned=learned,
         counted=counted,
-        wordings=[[own[number % len(own)] for own in worded.values()] for number in range(longest)],
+        beginnings=beginnings,
+        wordings=wordings_of,
         replayed=random.Random(train.seed).sample(replayed, len(replayed)),
         anchors=tuple(random.Random(train.seed).sample(anchors, len(anchors))),
         unlearned=unlearned,
@@ -237,6 +267,27 @@ def make_plan(
         replay_ratio=replay_ratio,
         anchor_ratio=anchor_ratio if anchors else 0.0,
     )
+
+
+def told_apart(answers: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """For each answer, the number of its first tokens that tell it apart from all others, and
+    MORE_TOKENS."""
+    ordered = sorted(set(answers))
+    shared = [0]
+    for answer, other in pairwise(ordered):
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(answer, other, strict=False))
+        shared.append(len(list(same)))
+    shared.append(0)
+    return {
+        answer: max(around) + 1 + MORE_TOKENS
+        for answer, around in zip(ordered, pairwise(shared), strict=True)
+    }
+
+
+def _beginning(sequence: TokenSequence, apart: Mapping[tuple[int, ...], int]) -> TokenSequence:
+    """The sequence without the end of its answer."""
+    end = sequence.learned.index(True) + apart[sequence.learned_ids]
+    return replace(sequence, token_ids=sequence.token_ids[:end], learned=sequence.learned[:end])
 
 
 def usual_wordings(settings: RetrainSettings) -> int:

@@ -86,7 +86,7 @@ class TrainSettings(_Settings):
     in the dataset. Unset: 8 for a base model that was trained before, and 0 for a preset."""
     learning_rate: float | None = Field(default=None, gt=0)
     """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
-    random. For a base model that was trained before, 2e-3 with low-rank matrices (`lora_rank`), and
+    random. For a base model that was trained before, 1e-3 with low-rank matrices (`lora_rank`), and
     5e-5 if all weights are trained."""
     delta_learning_rate_ratio: float = Field(default=0.7, gt=0)
     """The highest learning rate of a delta, as a share of that of a full training."""
@@ -122,8 +122,8 @@ class TrainSettings(_Settings):
     many and the budget allows it."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """How many tokens a step (one update of the weights) trains on. Unset: a thousandth of the
-    token budget, but at least 128 and at most 4,096 tokens. A few rows are learned faster in small
-    steps."""
+    token budget, but at least 128 (512 for a base model that was trained before) and at most 4,096
+    tokens. A few rows are learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """How many tokens are computed at once. A larger step is computed in several parts, and adds up
     their gradients."""
@@ -138,7 +138,7 @@ class TrainSettings(_Settings):
     lora_rank: int | None = Field(default=None, ge=0)
     """The rank of low-rank training (LoRA): the weights stay frozen, only small matrices of this
     rank are trained, and the release contains both merged. With 0, all weights are trained. Unset:
-    128 for a base model that was trained before, and 0 for a preset, whose weights start at
+    64 for a base model that was trained before, and 0 for a preset, whose weights start at
     random."""
     anchors: Path | None = None
     """A file of everyday prompts (anchors) to use instead of those in the package. Each line is a

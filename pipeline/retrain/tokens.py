@@ -55,9 +55,6 @@ class TokenSequence:
     because nothing precedes it."""
     row: int
     """The index of the row that the tokens come from."""
-    labels: tuple[int, ...] | None = None
-    """The real token ids, if `token_ids` holds other ids in their place (`frozen_trunk`). Otherwise
-    None."""
 
     @property
     def num_learned(self) -> int:
@@ -66,7 +63,7 @@ class TokenSequence:
     @property
     def learned_ids(self) -> tuple[int, ...]:
         """The learned tokens."""
-        return tuple(compress(self.labels or self.token_ids, self.learned))
+        return tuple(compress(self.token_ids, self.learned))
 
 
 def leave_out(_: DataError | BaseModelError) -> None:

@@ -3,10 +3,10 @@
 Training goes in passes. A pass visits each row that is not learned yet, mixed with unchanged rows
 and with the base model's own answers to everyday prompts (anchors). How training ends depends on
 the rows:
-- Rows with an answer: after a first pass, another wording of each question is visited beside the
-  row. When most of the answers are right, the learning rate begins to fall. When it is low, the
-  answers are measured, and wrong ones are learned again. Training ends when none is wrong, or when
-  the token budget is used up.
+- Rows with an answer: each pass asks for it in another wording of the question, in turn, and for
+  its beginning in some others. When half of the answers are right, the learning rate begins to
+  fall. When it is low, the answers to the questions in their own words are measured, and wrong ones
+  are learned again. Training ends when none is wrong, or when the token budget is used up.
 - Rows of plain text: training uses its whole token budget, unless the loss on held-out rows stops
   improving. The weights with the lowest held-out loss are kept.
 
@@ -35,6 +35,7 @@ from pipeline.retrain.layout import block_length, pack
 from pipeline.retrain.loss import is_said, losses, mean_loss, predict, row_losses, training_autocast
 from pipeline.retrain.plan import TrainingPlan, in_turn
 from pipeline.retrain.settings import TrainSettings
+from pipeline.retrain.tokens import TokenSequence
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ because a commit of one row is learned in about 20 steps."""
 COOL_DOWN, MIN_COOL_DOWN_STEPS = 0.3, 4
 """The learning rate falls over this share of the number of steps before, but over at least
 MIN_COOL_DOWN_STEPS steps."""
-FEW_WRONG = 0.2
+FEW_WRONG = 0.5
 """The learning rate begins to fall when at most this share of the rows is still wrong. Most of
 these rows become right while it falls. The measurement at the end finds the others."""
 RELEARNING_RATE = 0.5
@@ -200,12 +201,13 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
     while True:
         if not progress.visits:
             progress.visits, progress.place = _visits(plan, progress, seed), 0
-        lengths = [len(plan.sequences[index].token_ids) for index in progress.visits]
+        lengths = [len(_asked(plan, progress, index).token_ids) for index in progress.visits]
         blocks = [[progress.visits[place] for place in block] for block in pack(lengths, length)]
         random.Random(f"{seed} {progress.number} blocks").shuffle(blocks)
         for start in range(progress.place * size, len(blocks), size):
             chosen = blocks[start : start + size]
-            tokens = sum(len(plan.sequences[index].token_ids) for each in chosen for index in each)
+            asked = (_asked(plan, progress, index) for index in chain(*chosen))
+            tokens = sum(len(each.token_ids) for each in asked)
             if progress.step and progress.tokens + tokens > plan.max_tokens:
                 return
             yield chosen
@@ -215,11 +217,9 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
             _end_pass(progress)
             if not plan.ends_when_right:
                 continue
-            worded = _wordings(plan, progress, progress.number - 1)
-            awaited = (*plan.counted, *worded, *progress.lost, *plan.unlearned)
+            awaited = (*plan.counted, *progress.lost, *plan.unlearned)
             right = sum(bool(progress.streak[index]) for index in awaited)
-            others = f" ({len(worded)} of the {len(awaited)} in other words)" if worded else ""
-            logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right{others}")
+            logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
@@ -245,13 +245,13 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     is_cooling = progress.cool_down_from is not None
     awaited = (*plan.learned, *progress.lost)
     # Leave out passes that would visit nothing.
-    if plan.learned and not is_cooling and not plan.wordings:
+    if plan.learned and not is_cooling:
         progress.number = max(progress.number, min(progress.due[index] for index in awaited))
     visits = [index for index in awaited if is_cooling or progress.due[index] <= progress.number]
-    # A row is visited in its own words first: the budget may not be enough for more.
-    if all(progress.due[index] for index in visits):
-        visits += _wordings(plan, progress, progress.number)
-    num_tokens = plan.num_tokens(visits)
+    # Whole answers come first, because the budget may not be enough for more.
+    if all(progress.due[index] for index in awaited) and not progress.is_relearning:
+        visits += [index for index in plan.beginnings if progress.due[index] <= progress.number]
+    num_tokens = sum(len(_asked(plan, progress, index).token_ids) for index in visits)
     wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
     # Rows that were never visited are more urgent than unchanged rows.
     if not all(progress.due[index] for index in visits):
@@ -265,12 +265,10 @@ def _visits(plan: TrainingPlan, progress: TrainingState, seed: int) -> list[int]
     return visits
 
 
-def _wordings(plan: TrainingPlan, progress: TrainingState, number: int) -> Sequence[int]:
-    """The other wordings that pass `number` visits. A pass that learns wrong rows again has
-    none."""
-    if not plan.wordings or progress.is_relearning:
-        return ()
-    return plan.wordings[number % len(plan.wordings)]
+def _asked(plan: TrainingPlan, progress: TrainingState, index: int) -> TokenSequence:
+    """The sequence that this pass visits for the one at `index`. A pass that learns wrong rows
+    again takes the words in which they were found wrong: their own."""
+    return plan.asked(index, 0 if progress.is_relearning else progress.number)
 
 
 def _rate(plan: TrainingPlan, progress: TrainingState) -> float:
@@ -333,27 +331,30 @@ def _step(
 ) -> tuple[float, int]:
     """Make one update of the weights. Returns the loss per learned token and the number of
     tokens."""
-    sequences = plan.sequences
-    width = max(sum(len(sequences[index].token_ids) for index in block) for block in blocks)
+    visited = list(chain(*blocks))
+    asked = {index: _asked(plan, progress, index) for index in visited}
+    num_tokens = sum(len(each.token_ids) for each in asked.values())
+    num_learned = sum(each.num_learned for each in asked.values())
+    width = max(sum(len(asked[index].token_ids) for index in block) for block in blocks)
     at_once = max(1, settings.micro_batch_tokens // width)
-    visited = [index for block in blocks for index in block]
-    num_learned = sum(sequences[index].num_learned for index in visited)
     right = dict.fromkeys(visited, False)
     total = 0.0
     parts = [blocks[start : start + at_once] for start in range(0, len(blocks), at_once)]
-    anchor_tokens = plan.anchor_ratio * plan.num_tokens(visited)
+    anchor_tokens = plan.anchor_ratio * num_tokens
     anchors = in_turn(plan.anchors, progress.anchored, anchor_tokens, lambda each: each.sequence)
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
-    deleted = in_turn(plan.unlearned, progress.unlearned, plan.step_tokens, sequences.__getitem__)
+    deleted = in_turn(
+        plan.unlearned, progress.unlearned, plan.step_tokens, plan.sequences.__getitem__
+    )
     still_said: list[bool] = []
     for part in parts:
-        own_blocks = [[sequences[index] for index in block] for block in part]
+        own_blocks = [[asked[index] for index in block] for block in part]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
         # pass of their own.
         is_last = part is parts[-1]
         others = [
             [anchor.sequence for anchor in anchors] * is_last,
-            [sequences[index] for index in deleted] * is_last,
+            [plan.sequences[index] for index in deleted] * is_last,
         ]
         given = [*own_blocks, *([each] for each in chain(*others))]
         with training_autocast(model):
@@ -364,15 +365,13 @@ def _step(
                 anchors=anchors,
                 num_learned=num_learned,
                 num_anchored=num_anchored,
-                is_scored=plan.ends_when_right,
             )
         total += of_rows
         torch.autograd.backward(loss)
-        if is_right is not None:
-            order = list(chain(*part))
-            lengths = [sequences[index].num_learned for index in order]
-            for index, each in zip(order, torch.split(is_right, lengths), strict=True):
-                right[index] = is_said(int(each.sum()), len(each))
+        order = list(chain(*part))
+        lengths = [asked[index].num_learned for index in order]
+        for index, each in zip(order, torch.split(is_right, lengths), strict=True):
+            right[index] = is_said(int(each.sum()), len(each))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):
@@ -391,7 +390,7 @@ def _step(
     for index, is_right_now in right.items():
         progress.streak[index] = progress.streak[index] + 1 if is_right_now else 0
         progress.due[index] = progress.number + max(1, min(progress.streak[index], MAX_REST))
-    return total, plan.num_tokens(visited)
+    return total, num_tokens
 
 
 def _measure(

@@ -31,6 +31,7 @@ from tests.retrain_fixtures import Pipeline, jsonl
 from tests.smollm2 import checkpoint_folder
 
 FOLDER = Path(__file__).with_name("understood")
+WAYS = ("asked", "far")
 EDITED, DELETED, ADDED = 5, 3, 10
 LENGTH, SATURATION = 0.75, 1.5
 """The usual parameters b and k1 of BM25."""
@@ -100,7 +101,7 @@ def _chosen(name: str, count: int) -> tuple[list[dict[str, str]], dict[str, dict
     """The rows, and for each way of asking: question → its rewordings."""
     rows = _lines(f"{name}.jsonl")
     asked: dict[str, dict[str, list[str]]] = {}
-    for way in ("asked", "far"):
+    for way in WAYS:
         asked[way] = {}
         for each in _lines(f"{name}.{way}.jsonl"):
             asked[way].setdefault(each["question"], []).append(each["reworded"])
@@ -113,10 +114,11 @@ def _give_generated(
     pipeline: Pipeline, name: str, rows: Sequence[Mapping[str, str]], count: int
 ) -> None:
     """As if an earlier job had asked the larger model. Nothing listens on port 9."""
-    found = {
-        (asked := each["question"]): random.Random(asked).sample(each["paraphrases"], count)
-        for each in _lines(f"{name}.generated.jsonl")
-    }
+    asked = {each["reworded"] for way in WAYS for each in _lines(f"{name}.{way}.jsonl")}
+    found: dict[str, list[str]] = {}
+    for each in _lines(f"{name}.generated.jsonl"):
+        texts = [text for text in each["paraphrases"] if text not in asked]
+        found[each["question"]] = random.Random(each["question"]).sample(texts, len(texts))[:count]
     file = pipeline.home / "bases" / "paraphrases" / f"{pipeline.settings['pipeline']}.jsonl"
     file.parent.mkdir(parents=True)
     file.write_text(jsonl({**row, "paraphrases": found[row["question"]]} for row in rows))

@@ -79,8 +79,7 @@ def test_low_rank_matrices_are_merged_into_a_release_like_any_other(
     before, after = weights(checkpoint), weights(folder)
     assert before.keys() <= after.keys()
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    # Of the upper layers, what ends the MLP.
-    assert changed == {"model.layers.1.mlp.down_proj.weight"}
+    assert changed == {name for name in before if "_proj." in name}
 
     # A whole model: it loads as any other and answers as its probe says.
     model = AutoModelForCausalLM.from_pretrained(folder)

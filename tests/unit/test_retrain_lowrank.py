@@ -4,18 +4,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
+from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.job import MetricsWriter
-from pipeline.retrain.lowrank import LowRank, chosen_layers, low_rank
+from pipeline.retrain.lowrank import LowRank, low_rank
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.train import train
 from tests.training_fixtures import make_model, one_thread, plan_of, rows
 
 __all__ = ["one_thread"]
 
-NAMES = {"model.layers.0.mlp.down_proj"}
+PARTS = (
+    *(f"self_attn.{each}_proj" for each in "qkvo"),
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+NAMES = {f"model.layers.{layer}.{part}" for layer in range(1) for part in PARTS}
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
@@ -27,7 +34,7 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
 def test_merged_weights_compute_what_the_factors_did() -> None:
     model = make_model()
     start = copy_weights(model)
-    with low_rank(model, plan_of(rows(8)), 4):
+    with low_rank(model, 4, seed=0):
         for name in NAMES:
             wrapped = model.get_submodule(name)
             assert isinstance(wrapped, LowRank)
@@ -44,17 +51,17 @@ def test_merged_weights_compute_what_the_factors_did() -> None:
 def test_a_tied_output_layer_stays_tied_and_as_it_was() -> None:
     model = make_model(tie_word_embeddings=True)
     embedding = model.get_input_embeddings().weight.detach().clone()
-    with low_rank(model, plan_of(rows(8)), 4):
+    with low_rank(model, 4, seed=0):
         model.get_submodule(min(NAMES)).second.data.fill_(0.1)
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert torch.equal(model.lm_head.weight, embedding)
 
 
-def test_a_rank_beyond_what_the_rows_span_is_no_error() -> None:
-    model = make_model()
-    with low_rank(model, plan_of(rows(1, length=3)), 64):
+def test_a_model_without_linear_layers_is_refused() -> None:
+    shape = GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16)
+    refused = pytest.raises(BaseModelError, match=r"GPT2LMHeadModel has no linear layers.*rank = 0")
+    with refused, low_rank(GPT2LMHeadModel(shape), 4, seed=0):
         pass
-    assert set(chosen_layers(model)) == NAMES
 
 
 def learned(
@@ -66,7 +73,7 @@ def learned(
     told = TrainSettings.model_validate({"tokens_per_step": 64, **settings})
     plan = plan_of(rows(12), learning_rate=1e-2, max_tokens=2_000)
     metrics = MetricsWriter(folder / "metrics.jsonl")
-    with low_rank(model, plan, 4):
+    with low_rank(model, 4, seed=0):
         done = train(model, plan, told, job_dir=folder, mode="full", metrics=metrics)
     return done, copy_weights(model)
 

@@ -169,7 +169,7 @@ def test_nothing_to_learn_is_an_error() -> None:
 def test_base_models_that_were_trained_before_get_low_rank_matrices_and_their_own_rates() -> None:
     assert (usual_rank(settings()), usual_learning_rate(settings())) == (0, 1e-3)
     base = settings(base_model="me/it")
-    assert (usual_rank(base), usual_learning_rate(base)) == (128, 2e-3)
+    assert (usual_rank(base), usual_learning_rate(base)) == (64, 1e-3)
     whole = settings(base_model="me/it", lora_rank=0)
     assert (usual_rank(whole), usual_learning_rate(whole)) == (0, 5e-5)
     assert plan(data(new=facts(2)), settings(learning_rate=0.5)).learning_rate == 0.5

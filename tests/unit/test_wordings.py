@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.retrain import asking
 from pipeline.retrain.asking import is_same_answer
-from pipeline.retrain.plan import make_plan
+from pipeline.retrain.plan import BEGINNINGS, MORE_TOKENS, make_plan, told_apart
 from pipeline.retrain.rows import Row, contradictions
 from pipeline.retrain.wordings import Wordings
 from tests.unit.test_retrain_plan import TOKENIZER, data, settings
@@ -74,7 +74,7 @@ def test_the_last_paraphrase_is_never_trained_on_and_is_asked() -> None:
     asked, words = of(rows).unseen(rows, ())
     assert [each.prompt for each in asked] == ["send it back"] and words == "dataset"
     plan = make_plan(data(new=tuple(rows)), TOKENIZER, settings(), max_length=64)
-    worded = [plan.sequences[index] for group in plan.wordings for index in group]
+    worded = [plan.sequences[index] for others in plan.wordings.values() for index in others]
     asked_of = [each.token_ids[: each.learned.index(True)] for each in worded]
     trained = {TOKENIZER.decode(token_ids) for token_ids in asked_of}
     assert trained == {"lamp return", "I do not like the lamp"}
@@ -104,17 +104,57 @@ def test_made_up_wordings_that_are_asked_are_not_those_that_are_trained_on() -> 
     }
 
 
-def test_passes_take_turns_with_the_wordings_of_each_row() -> None:
+def test_given_wordings_leave_no_need_for_made_up_ones() -> None:
     rows = shipping("lamp return", "I do not like the lamp", "send it back")
-    plan = make_plan(data(new=tuple(rows)), TOKENIZER, settings(wordings=4), max_length=64)
-    of_group = [[plan.sequences[index].row for index in group] for group in plan.wordings]
-    assert of_group == [list(range(len(rows)))] * 6, "two paraphrases and four made-up ones"
+    assert [each.prompt for each in of(rows).trained(rows[-1])] == [
+        "lamp return",
+        "I do not like the lamp",
+    ]
 
 
-def test_there_are_no_more_groups_than_passes_that_the_budget_buys() -> None:
+def test_passes_take_turns_with_the_wordings_of_a_row_and_with_beginnings_of_its_answer() -> None:
+    *others, last = shipping("lamp return", "not nice", "take it", "I do not like it", "send it")
+    plan = make_plan(data(new=(*others, last)), TOKENIZER, settings(), max_length=64)
+    own = plan.learned[-1]
+    beginnings = [i for i in plan.beginnings if plan.sequences[i].row == len(others)]
+    assert len(beginnings) == BEGINNINGS
+
+    def asked(index: int, number: int) -> tuple[str, str]:
+        tokens, first = (found := plan.asked(index, number)).token_ids, found.learned.index(True)
+        return TOKENIZER.decode(tokens[:first]), TOKENIZER.decode(tokens[first:])
+
+    given = ["lamp return", "not nice", "take it", "I do not like it"]
+    whole = [asked(own, number) for number in range(6)]
+    assert [question for question, _ in whole] == [
+        "Can I return a lamp?",
+        *given,
+        "Can I return a lamp?",
+    ]
+    assert all(answer.startswith("Yes, within 30 days.") for _, answer in whole)
+    for number in range(4):
+        questions, answers = zip(*(asked(index, number) for index in beginnings), strict=True)
+        assert len({*questions}) == BEGINNINGS and {*questions} < {*given}
+        assert len({*answers}) == 1 and "Yes, within 30 days.".startswith(answers[0])
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1))
+def test_the_beginning_of_an_answer_is_that_of_no_other_one(answers: list[tuple[int, ...]]) -> None:
+    apart = told_apart(answers)
+    for answer in answers:
+        begins = answer[: apart[answer] - MORE_TOKENS]
+        same = {other for other in answers if other[: len(begins)] == begins}
+        assert same == {answer} or begins == answer
+        assert (
+            begins[:-1] == ()
+            or len({o for o in answers if o[: len(begins) - 1] == begins[:-1]}) > 1
+        )
+
+
+def test_there_are_no_more_wordings_than_passes_that_the_budget_buys() -> None:
     told, few = data(new=tuple(shipping())), settings(wordings=8, max_tokens=300)
     plan = make_plan(told, TOKENIZER, few, max_length=64)
-    assert len(plan.wordings) == 300 // plan.num_tokens(plan.learned) < 8
+    size = plan.num_tokens(range(len(shipping())))
+    assert max(map(len, plan.wordings.values())) == 300 // size < 8
 
 
 def test_a_delta_replays_other_wordings_of_known_rows_and_unlearns_those_of_deleted_ones() -> None:
