@@ -45,7 +45,8 @@ take about as long. But a delta of one row needs many steps, whatever their size
 BEGINNINGS, MORE_TOKENS = 3, 4
 """Besides the row, a pass visits so many other wordings of it with only the beginning of its
 answer: the tokens that tell it apart from all other answers, and MORE_TOKENS. They teach which
-answer a question gets, in a third of the time; how the answer goes on is taught by the row."""
+answer a question gets, in a third of the time; how the answer goes on is taught by the row. A short
+answer has no such beginning: it would be more than half of it."""
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
@@ -206,7 +207,12 @@ def make_plan(
     beginnings: list[int] = []
     apart = told_apart(each.learned_ids for each in found)
     for index in sorted(wordings_of):
-        cut = [_beginning(found[other], apart) for other in wordings_of[index]]
+        whole = (found[other] for other in wordings_of[index])
+        cut = [
+            _beginning(each, apart[each.learned_ids])
+            for each in whole
+            if 2 * apart[each.learned_ids] <= each.num_learned
+        ]
         placed = range(len(found), len(found) + len(cut))
         found += cut
         # All of them take turns with the same wordings, but each starts with another one.
@@ -284,9 +290,9 @@ def told_apart(answers: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], int]
     }
 
 
-def _beginning(sequence: TokenSequence, apart: Mapping[tuple[int, ...], int]) -> TokenSequence:
-    """The sequence without the end of its answer."""
-    end = sequence.learned.index(True) + apart[sequence.learned_ids]
+def _beginning(sequence: TokenSequence, num_tokens: int) -> TokenSequence:
+    """The sequence with only the first `num_tokens` tokens of its answer."""
+    end = sequence.learned.index(True) + num_tokens
     return replace(sequence, token_ids=sequence.token_ids[:end], learned=sequence.learned[:end])
 
 

@@ -4,7 +4,7 @@ Training goes in passes. A pass visits each row that is not learned yet, mixed w
 and with the base model's own answers to everyday prompts (anchors). How training ends depends on
 the rows:
 - Rows with an answer: each pass asks for it in another wording of the question, in turn, and for
-  its beginning in some others. When half of the answers are right, the learning rate begins to
+  its beginning in some others. When most of the answers are right, the learning rate begins to
   fall. When it is low, the answers to the questions in their own words are measured, and wrong ones
   are learned again. Training ends when none is wrong, or when the token budget is used up.
 - Rows of plain text: training uses its whole token budget, unless the loss on held-out rows stops
@@ -48,7 +48,7 @@ because a commit of one row is learned in about 20 steps."""
 COOL_DOWN, MIN_COOL_DOWN_STEPS = 0.3, 4
 """The learning rate falls over this share of the number of steps before, but over at least
 MIN_COOL_DOWN_STEPS steps."""
-FEW_WRONG = 0.5
+FEW_WRONG = 0.2
 """The learning rate begins to fall when at most this share of the rows is still wrong. Most of
 these rows become right while it falls. The measurement at the end finds the others."""
 RELEARNING_RATE = 0.5
