@@ -45,8 +45,9 @@ take about as long. But a delta of one row needs many steps, whatever their size
 BEGINNINGS, MORE_TOKENS = 3, 4
 """Besides the row, a pass visits so many other wordings of it with only the beginning of its
 answer: the tokens that tell it apart from all other answers, and MORE_TOKENS. They teach which
-answer a question gets, in a third of the time; how the answer goes on is taught by the row. A short
-answer has no such beginning: it would be more than half of it."""
+answer a question gets, in a third of the time; how the answer goes on is taught by the row, itself
+in another wording in each pass. If the beginning is more than half of an answer, a pass visits the
+row in its own words and in one other."""
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
@@ -207,17 +208,16 @@ def make_plan(
     beginnings: list[int] = []
     apart = told_apart(each.learned_ids for each in found)
     for index in sorted(wordings_of):
-        whole = (found[other] for other in wordings_of[index])
-        cut = [
-            _beginning(each, apart[each.learned_ids])
-            for each in whole
-            if 2 * apart[each.learned_ids] <= each.num_learned
-        ]
-        placed = range(len(found), len(found) + len(cut))
-        found += cut
+        worded_as = wordings_of[index]
+        num_tokens = apart[found[worded_as[0]].learned_ids]
+        if 2 * num_tokens > found[worded_as[0]].num_learned:
+            placed, count = list(wordings_of.pop(index)), 1
+        else:
+            placed = list(range(len(found), len(found) + len(worded_as)))
+            found += [_beginning(found[other], num_tokens) for other in worded_as]
+            count = min(BEGINNINGS, len(placed))
         # All of them take turns with the same wordings, but each starts with another one.
-        count = min(BEGINNINGS, len(cut))
-        for start in (number * len(cut) // count for number in range(count)):
+        for start in (number * len(placed) // count for number in range(count)):
             first, *others = *placed[start:], *placed[:start]
             beginnings.append(first)
             wordings_of[first] = others

@@ -137,6 +137,17 @@ def test_passes_take_turns_with_the_wordings_of_a_row_and_with_beginnings_of_its
         assert len({*answers}) == 1 and "Yes, within 30 days.".startswith(answers[0])
 
 
+def test_a_pass_visits_a_row_with_a_short_answer_in_its_own_words_and_in_one_other() -> None:
+    rows = (row("Open?", "At 9.", 0, "opening", "from when?", "hours?"), row("Who?", "Lamp.", 1))
+    plan = make_plan(data(new=rows), TOKENIZER, settings(), max_length=64)
+    own, (other,) = plan.learned[0], plan.beginnings
+    assert plan.asked(own, 1) == plan.asked(own, 0)
+    asked = [plan.asked(other, number) for number in range(2)]
+    texts = [TOKENIZER.decode(each.token_ids[: each.learned.index(True)]) for each in asked]
+    assert texts == ["opening", "from when?"]
+    assert {each.learned_ids for each in asked} == {plan.sequences[own].learned_ids}
+
+
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=1))
 def test_the_beginning_of_an_answer_is_that_of_no_other_one(answers: list[tuple[int, ...]]) -> None:
     apart = told_apart(answers)
