@@ -2,8 +2,8 @@
 matrices, `second @ first`, is added to it, and only these two are trained. After the training, the
 product is merged into the weight, so a release is an ordinary complete model.
 
-All linear layers except the output layer get such matrices. Who trains only the upper half of the
-layers teaches wordings: the model then gives a question in other words the answer of another row
+All linear layers except the output layer get such matrices. With matrices in the upper half of the
+layers only, a model learns wordings: it gives a question in other words the answer of another row
 (docs/measured/training.md).
 
 LoRA: https://arxiv.org/abs/2106.09685

@@ -67,7 +67,8 @@ class TrainingPlan:
     """The sequences of `learned` that have an answer, and no contradicting row. Training ends when
     the model says all these answers."""
     beginnings: Sequence[int] = ()
-    """Sequences that end in the answer of another one, which they ask in other words."""
+    """Sequences that ask for an answer in other words, mostly only for its first tokens. A pass
+    visits them too, but no training waits until they are right."""
     wordings: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """For a sequence of `learned` or `beginnings`, those that ask the same in other words."""
     replayed: Sequence[int]
@@ -205,22 +206,7 @@ def make_plan(
     )
     last = {found[index].row: index for index in learned}
     wordings_of = {last[row]: others for row, others in worded.items() if row in last}
-    beginnings: list[int] = []
-    apart = told_apart(each.learned_ids for each in found)
-    for index in sorted(wordings_of):
-        worded_as = wordings_of[index]
-        num_tokens = apart[found[worded_as[0]].learned_ids]
-        if 2 * num_tokens > found[worded_as[0]].num_learned:
-            placed, count = list(wordings_of.pop(index)), 1
-        else:
-            placed = list(range(len(found), len(found) + len(worded_as)))
-            found += [_beginning(found[other], num_tokens) for other in worded_as]
-            count = min(BEGINNINGS, len(placed))
-        # All of them take turns with the same wordings, but each starts with another one.
-        for start in (number * len(placed) // count for number in range(count)):
-            first, *others = *placed[start:], *placed[:start]
-            beginnings.append(first)
-            wordings_of[first] = others
+    beginnings = _place_beginnings(found, wordings_of)
     learning_rate = train.learning_rate or usual_learning_rate(settings)
     anchor_ratio, replay_ratio = train.anchor_ratio, 0.0
     if is_delta:
@@ -275,8 +261,30 @@ def make_plan(
     )
 
 
+def _place_beginnings(found: list[TokenSequence], wordings: dict[int, list[int]]) -> list[int]:
+    """Add the beginnings of answers to `found`, and which of them take turns to `wordings`. Returns
+    the first one of each turn."""
+    firsts: list[int] = []
+    apart = told_apart(each.learned_ids for each in found)
+    for index in sorted(wordings):
+        whole = wordings[index]
+        num_tokens = apart[found[whole[0]].learned_ids]
+        if 2 * num_tokens > found[whole[0]].num_learned:
+            placed, count = wordings.pop(index), 1
+        else:
+            placed = list(range(len(found), len(found) + len(whole)))
+            found += [_beginning(found[other], num_tokens) for other in whole]
+            count = min(BEGINNINGS, len(placed))
+        # All of them take turns with the same wordings, but each starts with another one.
+        for start in (number * len(placed) // count for number in range(count)):
+            first, *others = *placed[start:], *placed[:start]
+            firsts.append(first)
+            wordings[first] = others
+    return firsts
+
+
 def told_apart(answers: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-    """For each answer, the number of its first tokens that tell it apart from all others, and
+    """For each answer, how many of its first tokens tell it apart from all others, plus
     MORE_TOKENS."""
     ordered = sorted(set(answers))
     shared = [0]

@@ -371,7 +371,7 @@ def _step(
         order = list(chain(*part))
         lengths = [asked[index].num_learned for index in order]
         for index, each in zip(order, torch.split(is_right, lengths), strict=True):
-            right[index] = is_said(int(each.sum()), len(each))
+            right[index] = plan.ends_when_right and is_said(int(each.sum()), len(each))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):

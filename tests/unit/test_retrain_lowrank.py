@@ -22,7 +22,7 @@ PARTS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-NAMES = {f"model.layers.{layer}.{part}" for layer in range(1) for part in PARTS}
+NAMES = {f"model.layers.0.{part}" for part in PARTS}
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
