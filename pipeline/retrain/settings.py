@@ -82,8 +82,8 @@ class TrainSettings(_Settings):
     another completion. Plain text is edited if new rows stand in its place in the same file."""
     seed: int = 0
     wordings: int | None = Field(default=None, ge=0)
-    """How many other wordings of each question are made up and trained on, beside the paraphrases
-    in the dataset. Unset: 8 for a base model that was trained before, and 0 for a preset."""
+    """How many other wordings are made up and trained on, of each question that has none. Unset: 8
+    for a base model that was trained before, and 0 for a preset."""
     learning_rate: float | None = Field(default=None, gt=0)
     """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
     random. For a base model that was trained before, 1e-3 with low-rank matrices (`lora_rank`), and
