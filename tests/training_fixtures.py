@@ -21,7 +21,7 @@ def one_thread() -> None:
 
 def make_model(**config: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=16,
@@ -32,6 +32,7 @@ def make_model(**config: Any) -> LlamaForCausalLM:
             **config,
         )
     )
+    return model.eval()
 
 
 def rows(count: int, length: int = 30) -> list[TokenSequence]:

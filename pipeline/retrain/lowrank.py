@@ -4,11 +4,12 @@ product is merged into the weight, so a release is an ordinary complete model.
 
 All linear layers except the output layer get such matrices. With matrices in the upper half of the
 layers only, a model learns wordings: it gives a question in other words the answer of another row
-(docs/measured/training.md).
+(docs/measured/training.md). Noise on the embeddings of the tokens helps against this, too.
 
 LoRA: https://arxiv.org/abs/2106.09685
 In all layers, with about ten times the learning rate of a training of all weights:
 https://thinkingmachines.ai/blog/lora/
+Noise on the embeddings: https://arxiv.org/abs/2310.05914
 """
 
 import math
@@ -26,6 +27,11 @@ from pipeline.retrain.errors import BaseModelError
 SCALE = 32.0
 """The product is multiplied by SCALE / rank, so that the best learning rate hardly depends on the
 rank."""
+
+
+NOISE = 0.35
+"""To each number of an embedding, a training step adds a random one of at most this many standard
+deviations of the embeddings."""
 
 
 class LowRank(nn.Module):
@@ -56,9 +62,9 @@ class LowRank(nn.Module):
 
 @contextmanager
 def low_rank(model: PreTrainedModel, rank: int, seed: int) -> Iterator[None]:
-    """Inside, the linear layers have matrices of `rank`, and nothing else in `model` can be
-    trained. At the end, the matrices are merged into the weights of the layers. Raises
-    BaseModelError if there is no linear layer.
+    """Inside, the linear layers have matrices of `rank`, nothing else in `model` can be trained,
+    and training steps add noise to the embeddings. At the end, the matrices are merged into the
+    weights of the layers. Raises BaseModelError if there is no linear layer.
 
     If the training fails, the matrices stay in `model`, because nobody uses it any more."""
     output = model.get_output_embeddings()
@@ -76,9 +82,17 @@ def low_rank(model: PreTrainedModel, rank: int, seed: int) -> Iterator[None]:
     model.requires_grad_(False)
     for name, layer in layers.items():
         model.set_submodule(name, LowRank(layer, rank))
+    noise = model.get_input_embeddings().register_forward_hook(_add_noise)
     yield
+    noise.remove()
     for name in layers:
         wrapped = model.get_submodule(name)
         assert isinstance(wrapped, LowRank)
         model.set_submodule(name, wrapped.merge())
     model.requires_grad_(True)
+
+
+def _add_noise(embeddings: nn.Module, _: object, output: Tensor) -> Tensor:
+    if not embeddings.training:
+        return output
+    return output + NOISE * output.std() * torch.empty_like(output).uniform_(-1, 1)

@@ -39,9 +39,11 @@ ANSWERS_BUDGET = 2
 says the answers."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
-MIN_PRETRAINED_STEP_TOKENS = 512
-"""For a full training of a base model that was trained before. Smaller steps of a large network
-take about as long. But a delta of one row needs many steps, whatever their size."""
+MIN_PRETRAINED_STEP_TOKENS, STEPS_OF_PASS = 1_024, 16
+"""In a full training, a base model that was trained before gets steps of at least so many tokens,
+because smaller steps of a large network take almost as long. But a pass over few rows has at least
+STEPS_OF_PASS steps, and a delta has small ones, because it needs many steps, whatever their
+size."""
 BEGINNINGS, MORE_TOKENS = 3, 4
 """Besides the row, a pass visits so many other wordings of it with only the beginning of its
 answer: the tokens that tell it apart from all other answers, and MORE_TOKENS. They teach which
@@ -222,9 +224,11 @@ def make_plan(
         some = sequences(data.held_out, tokenizer, max_length)
         chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
         judged = [some[index] for index in chosen]
-    is_small = is_delta or settings.base_model in PRESETS
-    smallest = MIN_STEP_TOKENS if is_small else MIN_PRETRAINED_STEP_TOKENS
-    usual = min(MAX_STEP_TOKENS, max(smallest, max_tokens / USUAL_STEPS))
+    usual = max_tokens / USUAL_STEPS
+    if not is_delta and settings.base_model not in PRESETS:
+        one_pass = sum(len(found[index].token_ids) for index in (*learned, *beginnings))
+        usual = max(usual, min(MIN_PRETRAINED_STEP_TOKENS, one_pass / STEPS_OF_PASS))
+    usual = min(MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, usual))
     step_tokens = train.tokens_per_step or round(usual)
     warm_up_steps = round(train.warmup_ratio * max_tokens / step_tokens)
     is_said = {row.digest for row in said}

@@ -122,8 +122,9 @@ class TrainSettings(_Settings):
     many and the budget allows it."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """How many tokens a step (one update of the weights) trains on. Unset: a thousandth of the
-    token budget, but at least 128 (512 for a base model that was trained before) and at most 4,096
-    tokens. A few rows are learned faster in small steps."""
+    token budget, but at least 128 and at most 4,096 tokens. A full training of a base model that
+    was trained before has steps of at least 1,024 tokens, if a pass has 16 of them. A few rows are
+    learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """How many tokens are computed at once. A larger step is computed in several parts, and adds up
     their gradients."""
@@ -146,9 +147,9 @@ class TrainSettings(_Settings):
     each prompt once. If `measured` is false, the answer is mixed into training. If it is true, the
     answer is only measured, and shows how far the new model has moved away from the base model. A
     relative path starts at the folder of the settings file."""
-    anchor_ratio: float = Field(default=1.0, ge=0)
+    anchor_ratio: float = Field(default=0.5, ge=0)
     """How many tokens of the base model's own answers are mixed in for each token of the rows. A
-    delta mixes in twice as many."""
+    delta mixes in twice as many. Each counts as much as four tokens of the rows."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """The time between two checkpoints. If a job is killed and restarted, it loses at most about
     this much training."""

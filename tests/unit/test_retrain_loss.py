@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.retrain import loss
 from pipeline.retrain import train as loop
 from pipeline.retrain.loss import (
+    KEEP_BASE,
     AnchorTarget,
     RowLoss,
     keep_base,
@@ -161,7 +162,7 @@ def test_a_step_adds_its_gradient_per_token_to_that_of_the_rows(
     model = make_model()
     ids = torch.tensor([sequence.token_ids for sequence in answers])
     logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-    (kl_of(logits, anchors) / len(logits)).backward()  # type: ignore[no-untyped-call]
+    (KEEP_BASE * kl_of(logits, anchors) / len(logits)).backward()  # type: ignore[no-untyped-call]
     parameters = [each for each in model.parameters() if each.ndim >= 2]
     parameters += [each for each in model.parameters() if each.ndim < 2]  # the optimizer's order
     expected = torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])

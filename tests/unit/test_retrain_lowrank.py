@@ -48,6 +48,16 @@ def test_merged_weights_compute_what_the_factors_did() -> None:
     assert changed == {f"{name}.weight" for name in NAMES}
 
 
+def test_only_training_steps_have_noise() -> None:
+    model = make_model()
+    alone = logits(model)
+    with low_rank(model, 4, seed=0):
+        assert torch.equal(logits(model), alone)
+        model.train()
+        assert not torch.equal(logits(model), logits(model))
+    assert torch.equal(logits(model.eval()), alone)
+
+
 def test_a_tied_output_layer_stays_tied_and_as_it_was() -> None:
     model = make_model(tie_word_embeddings=True)
     embedding = model.get_input_embeddings().weight.detach().clone()

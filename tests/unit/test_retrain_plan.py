@@ -185,13 +185,24 @@ def test_steps_are_a_thousandth_of_the_budget_within_bounds_unless_they_are_set(
     assert step_tokens(tokens_per_step=77) == 77
 
 
+def test_a_base_model_gets_larger_steps_if_a_pass_has_enough_of_them() -> None:
+    def step_tokens(count: int, **fields: Any) -> int:
+        found = data(new=facts(count), **fields)
+        return plan(found, settings(base_model="me/it", wordings=0)).step_tokens
+
+    assert step_tokens(3) == 250
+    assert 250 < step_tokens(500) < 1_024
+    assert step_tokens(3_000) == 1_024
+    assert step_tokens(3_000, mode="delta") == 250
+
+
 def test_anchors_are_mixed_in_where_there_are_any() -> None:
     assert plan(data(new=facts(2))).anchor_ratio == 0.0
     anchor: Any = object()
     found = plan(data(new=facts(2)), anchors=(anchor,))
-    assert (found.anchor_ratio, found.anchors) == (1.0, (anchor,))
+    assert (found.anchor_ratio, found.anchors) == (0.5, (anchor,))
     delta = plan(data(new=facts(2), known=facts(3), mode="delta"), anchors=(anchor,))
-    assert delta.anchor_ratio == 2.0
+    assert delta.anchor_ratio == 1.0
 
 
 @given(
