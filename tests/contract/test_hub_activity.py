@@ -64,6 +64,8 @@ def test_all_deliveries_are_listed_newest_first(hub: RunningHub, told: str) -> N
     assert sorted(one["webhook_id"] for one in found) == sorted([told, told, other])
     assert {one["repository"] for one in found[:2]} == {"dataset:local/more"}
     assert len(hub.request("GET", "/api/settings/deliveries?limit=1").json()) == 1
+    path = f"/api/settings/webhooks/{told}/deliveries"
+    assert hub.request("GET", f"{path}?status=lost").status_code == 400
 
 
 @pytest.mark.parametrize(

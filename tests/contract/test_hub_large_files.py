@@ -1,7 +1,6 @@
 """Large files through the Hub's own client, and what is refused of clients that are none."""
 
 import hashlib
-import io
 import random
 import time
 from collections.abc import Iterator
@@ -73,11 +72,6 @@ def test_the_client_without_xet_sends_each_file_once(hub: RunningHub, name: str)
     upload_large_files(hub, name, CONTENT)
     assert files.path(OID).stat().st_ino == before
     assert list(files.incoming.iterdir()) == []
-
-
-def test_what_is_no_file_on_a_disk_comes_too(hub: RunningHub, name: str) -> None:
-    upload_large_files(hub, name, io.BytesIO(CONTENT))
-    assert files_of(hub, name).size(OID) == len(CONTENT)
 
 
 def test_a_file_is_fetched_by_its_signed_url_also_in_ranges(hub: RunningHub, name: str) -> None:

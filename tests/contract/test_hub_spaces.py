@@ -6,7 +6,6 @@ from contextlib import closing
 
 import pytest
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 
 from tests.hub_fixtures import RunningHub, recording_receiver, running_hub
 
@@ -32,14 +31,6 @@ def test_a_secret_is_taken_and_not_stored(hub: RunningHub, space: HfApi) -> None
     with closing(sqlite3.connect(hub.root / "hub.sqlite")) as connection:
         dump = "\n".join(connection.iterdump())
     assert "repo.config" in dump and "s3cret-of-the-space" not in dump
-
-
-def test_a_reader_may_not_set_one(hub: RunningHub, space: HfApi) -> None:
-    made = hub.request("POST", "/api/settings/tokens/reader", params={"role": "read"})
-    reader = HfApi(endpoint=hub.url, token=made.json()["token"])
-    with pytest.raises(HfHubHTTPError, match="'reader' may only read") as refused:
-        reader.add_space_secret(SPACE, "A", "x")
-    assert refused.value.response.status_code == 403
 
 
 def test_a_change_is_an_event_about_the_configuration(hub: RunningHub, space: HfApi) -> None:

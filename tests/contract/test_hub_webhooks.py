@@ -214,24 +214,6 @@ def test_an_answer_that_is_not_2xx_is_tried_again_under_the_same_id(
     assert len({one.body for one in received}) == 1
 
 
-def test_after_the_last_attempt_a_delivery_is_dead_until_replayed(
-    hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
-) -> None:
-    receiver.answers = [(503, {})] * 4
-    push_file(hub, worktree, "a.txt", "1")
-    path = f"/api/settings/webhooks/{webhook}/deliveries"
-    [dead] = wait_until(lambda: hub.request("GET", f"{path}?status=dead").json())
-    assert (dead["attempt"], dead["response_status"]) == (4, 503)
-    assert hub.request("GET", f"{path}?status=pending").json() == []
-
-    replayed = hub.request("POST", f"/api/settings/deliveries/{dead['id']}/replay")
-    assert replayed.json()["delivery"]["status"] == "pending"
-    received = receiver.wait_for(5)
-    assert received[4].headers["webhook-id"] == dead["id"]
-    wait_until(lambda: hub.deliveries(webhook)[0]["status"] == "delivered")
-    assert hub.request("GET", f"{path}?status=lost").status_code == 400
-
-
 def test_a_receiver_that_hangs_delays_nobody_else(
     hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
 ) -> None:
@@ -244,23 +226,6 @@ def test_a_receiver_that_hangs_delays_nobody_else(
         assert len(receiver.received) == 1
         receiver.hang.clear()
         receiver.wait_for(3)
-
-
-def test_a_receiver_that_starts_late_gets_everything_in_order(
-    hub: RunningHub, worktree: Path
-) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}/webhooks/record"
-    id = hub.api.create_webhook(url=url, watched=WATCHED).id
-    shas = []
-    for number in range(3):
-        shas.append(push_file(hub, worktree, "a.txt", str(number)))
-    wait_until(lambda: any(one["error"] for one in hub.deliveries(id)))
-    with recording_receiver(port) as late:
-        received = late.wait_for(3)
-    assert [one.json["updatedRefs"][0]["newSha"] for one in received] == shas
-    # Connections that were refused used up no attempt.
-    wait_until(lambda: [one["attempt"] for one in hub.deliveries(id)] == [1, 1, 1])
 
 
 def test_what_was_pending_waits_while_the_webhook_is_disabled(

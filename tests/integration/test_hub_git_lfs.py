@@ -16,10 +16,6 @@ from tests.hub_fixtures import RunningHub, commit_file, running_hub
 
 ROWS = "".join(f'{{"text": "row {number}"}}\n' for number in range(5000))
 NOISE = os.urandom(3_000_000)
-FILTER = (
-    *("-c", "filter.lfs.process=git-lfs filter-process"),
-    *("-c", "filter.lfs.required=true", "-c", "filter.lfs.clean=git-lfs clean -- %f"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +54,6 @@ def files_of(hub: RunningHub, name: str = "local/facts") -> LargeFiles:
 
 def oid(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def test_a_clone_has_the_content(hub: RunningHub, pushed: str, tmp_path: Path) -> None:
-    assert set(files_of(hub).oids()) == {oid(NOISE), oid(ROWS.encode())}
-    hub.git(*FILTER, "clone", "-q", f"{hub.url}/datasets/local/facts", "clone", cwd=tmp_path)
-    assert (tmp_path / "clone" / "noise.bin").read_bytes() == NOISE
-    assert (tmp_path / "clone" / "data" / "train.jsonl").read_text() == ROWS
-    assert hub.git("lfs", "fsck", cwd=tmp_path / "clone").endswith("Git LFS fsck OK")
-    hub.git("fsck", "--strict", cwd=tmp_path / "clone")
-    hub.git("fsck", "--strict", cwd=hub.folder("local/facts"))
 
 
 def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Path) -> None:
