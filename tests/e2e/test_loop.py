@@ -46,28 +46,6 @@ def served(workplace: Workplace) -> str:
     return str(body["system_fingerprint"])
 
 
-def test_an_answer_names_release_revision_and_job(loop: tuple[Workplace, Checkout]) -> None:
-    workplace, _ = loop
-    asked = '{"model": "facts", "prompt": "Shelf", "max_tokens": 4, "temperature": 0}'
-    url = f"{workplace.url('serving')}/v1/completions"
-    json_type = "Content-Type: application/json"
-    done = workplace.call(["curl", "--silent", "-i", url, "-H", json_type, "-d", asked])
-    head, body = done.replace("\r", "").split("\n\n", 1)
-    headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:])
-    release = json.loads(workplace.run("releases", "show", json.loads(body)["system_fingerprint"]))
-    assert headers["x-model-release"] == release["id"]
-    assert headers["x-dataset-revision"] == release["lineage"]["dataset_revision"]
-    assert headers["x-job-id"] == release["lineage"]["job_id"]
-
-
-def test_a_commit_without_data_is_unchanged(loop: tuple[Workplace, Checkout]) -> None:
-    workplace, checkout = loop
-    before = served(workplace)
-    job = workplace.wait_for_job(checkout.push({"README.md": "# Shelves\n"}))
-    assert job["outcome"]["result"] == "unchanged"
-    assert served(workplace) == before
-
-
 @pytest.mark.slow
 def test_the_loop_with_its_jobs_on_postgres(workplace: Workplace, postgres_server: str) -> None:
     configure(workplace)
@@ -123,16 +101,6 @@ def test_a_command_by_hand_has_a_jobs_environment(loop: tuple[Workplace, Checkou
 
     workplace.run("jobs", "run", "--", "sh", "-c", "exit 7", code=7)
     assert workplace.json("jobs", "ls")[0]["outcome"]["exit_code"] == 7
-
-
-@pytest.mark.slow
-def test_a_running_job_is_cancelled(loop: tuple[Workplace, Checkout]) -> None:
-    workplace, _ = loop
-    job_id = workplace.run("jobs", "run", "--detach", "--", "sleep", "600").strip()
-    workplace.run("jobs", "cancel", job_id)
-    workplace.run("jobs", "wait", job_id, code=5)
-    job = json.loads(workplace.run("jobs", "inspect", job_id, "--json"))
-    assert (job["state"], job["outcome"]["result"]) == ("CANCELED", "cancelled")
 
 
 def test_status_tells_what_runs_and_what_is_served(loop: tuple[Workplace, Checkout]) -> None:

@@ -31,14 +31,6 @@ def test_a_failure_that_passes_is_forgotten(house: House) -> None:
     assert job.outcome is not None and job.outcome.result == "promoted"
 
 
-def test_a_failure_that_does_not_pass_ends_the_job_after_its_last_attempt(house: House) -> None:
-    house.run(SOON)
-    job = house.ended(house.store.submit(program("fail_for_now", "9", max_attempts=2)))
-    assert (job.state, job.attempt) == ("ERROR", 2) and job.outcome is not None
-    assert job.outcome.reason == "The hub is away. That was failed attempt 2 of 2."
-    assert job.outcome.stage == "snapshot"
-
-
 @pytest.mark.parametrize(
     ("code", "attempts"), [(75, 2), (1, 1)], ids=["temporary failure", "any other"]
 )

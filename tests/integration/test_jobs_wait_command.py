@@ -142,3 +142,6 @@ def test_a_plain_command_passes_its_exit_code_on(store: JobStore) -> None:
         store.submit(spec(pipeline=None))
         end(store, JobOutcome(result="failed", exit_code=code))
         assert wait("--latest").exit_code == seen
+    store.submit(spec(pipeline=None))
+    end(store, JobOutcome(result="cancelled"))
+    assert wait("--latest").exit_code == 5

@@ -175,15 +175,3 @@ def test_a_commit_in_the_middle_of_a_push_is_waited_for(loop: Loop) -> None:
     later = loop.commit("c")
     timed_out = CliRunner().invoke(app, ["jobs", "wait", "--commit", later, "--timeout", "0.5"])
     assert timed_out.exit_code == 124, "it is not pushed yet"
-
-
-def test_a_branch_that_was_deleted_ends_its_job_with_the_reason(loop: Loop) -> None:
-    a = loop.commit("a")
-    loop.store.pause("facts")
-    loop.push()
-    wait_until(lambda: loop.store.of_commit(a))
-    loop.hub.git("push", "-q", "origin", ":main", cwd=loop.clone)
-    loop.store.resume("facts")
-    ended = loop.ended(1)
-    assert ended.state == "ERROR" and ended.outcome is not None
-    assert ended.outcome.reason == "dataset local/facts has no commit on main; push one"
