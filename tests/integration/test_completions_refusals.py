@@ -21,6 +21,13 @@ __all__ = ["server"]
 
 
 GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
+UNSUPPORTED: dict[str, object] = {
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "allowed_token_ids": [1],
+}
+"""What the engine refuses when it gets the generation."""
+NOT_SUPPORTED = "not supported by the engine echo; leave it out"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,10 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
         ({"logit_bias": {"999": 1}}, 400, "logit_bias", "999"),
         ({"stop_token_ids": [999]}, 400, "stop_token_ids", "999"),
         ({"suffix": "tail"}, 400, "suffix", "leave it out"),
+        *(
+            ({param: value, "stream": True}, 400, param, f"{param}: {NOT_SUPPORTED}")
+            for param, value in UNSUPPORTED.items()
+        ),
     ],
 )
 def test_a_wrong_field_is_named(
@@ -129,6 +140,7 @@ def test_a_list_of_wrong_values_is_one_error(server: Server) -> None:
     error = server.post(**body).json()["error"]
     assert len(error["message"]) < 1000
     assert "stop_token_ids.0" in error["message"] and "top_p" in error["message"]
+    assert error["code"] == "invalid_value"
 
 
 def test_another_release_than_the_live_one_can_be_excluded(server: Server) -> None:
