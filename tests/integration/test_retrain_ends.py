@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -80,6 +81,17 @@ def test_an_answer_ends_where_it_was_trained_to_end(base: Path, tmp_path: Path) 
     assert end in json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert tokenizer.chat_template is not None
     network = AutoModelForCausalLM.from_pretrained(folder)
+    weights = network.state_dict()
+    # Low-rank matrices were trained, and are merged: all other weights stay as they were.
+    for name, tensor in load_file(base / "model.safetensors").items():
+        assert torch.equal(weights[name], tensor) != name.endswith("_proj.weight"), name
+    probe = load_release(folder).probe
+    assert probe is not None
+    ids = torch.tensor([probe.texts[0].token_ids])
+    with torch.no_grad():
+        logprobs = network(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    found = logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)
+    assert torch.allclose(found, torch.tensor(probe.texts[0].logprobs), atol=1e-3)
     for question, answer in QUESTIONS.items():
         asked = normalise([{"role": "user", "content": question}])
         ids = tokenizer.encode(tokenizer.chat_template.render(asked), add_special_tokens=False)

@@ -10,7 +10,7 @@ import pytest
 from pipeline.formats import Pointer
 from pipeline.hub.large_files import LargeFiles
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.sources import DatasetHub, GitDataset
+from pipeline.retrain.sources import GitDataset
 from tests.hub_fixtures import TOKEN, RunningHub, git_env, run_git, running_hub
 
 ENV = git_env("http://127.0.0.1", "unused")
@@ -159,13 +159,6 @@ def test_without_git_lfs_only_a_dataset_with_large_files_is_refused(
     with pytest.raises(SnapshotError, match="git-lfs is not installed; install git-lfs") as raised:
         dataset.download(large)
     assert remote.hub.token not in str(raised.value)
-
-
-def test_a_job_of_the_hub_learns_the_content(remote: Remote, tmp_path: Path) -> None:
-    sha = remote.push(train=ROWS)
-    source = DatasetHub(remote.name, tmp_path / "cache", endpoint=remote.hub.url, token=TOKEN)
-    revision = source.download(sha)
-    assert (revision.folder / "train.jsonl").read_bytes() == ROWS
 
 
 @pytest.mark.parametrize("is_bare", [True, False])
