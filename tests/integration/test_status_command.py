@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.errors import NoHead
-from jobs.outcome import JobOutcome
 from jobs.process import identify
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.cli.main import app
@@ -233,15 +232,6 @@ def test_a_lost_object_is_named_and_comes_back_from_a_clone(
     command = command.replace("CLONE", str(worktree)).replace(".pipeline/hub/…", repository)
     subprocess.run(["sh", "-c", command], check=True)
     assert hub.request("GET", "/api/datasets/local/facts/tree/main").is_success
-
-
-def test_status_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> None:
-    with open_job_store(load_settings(), Home.find()) as store:
-        store.submit(JobSpec(command=("true",), pipeline="facts"))
-        job = store.claim("me", 60)
-        assert job is not None
-        store.finish(job.id, "me", JobOutcome(result="rejected", reason="worse"))
-    assert "pipeline jobs run --force --reason WHY" in " ".join(pipeline("status").split())
 
 
 def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
