@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from fastapi.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
 from receiver import webhooks
@@ -23,8 +22,8 @@ def at(serve: Callable[[ASGIApp], str]) -> dict[str, str]:
     app = FastAPI()
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
-    async def answer(path: str) -> Any:
-        return PlainTextResponse("<html>") if path.endswith("/broken") else {"ok": True}
+    async def answer(path: str) -> dict[str, bool]:
+        return {"ok": True}
 
     return {"endpoint": serve(app), "token": "hub-token"}
 
@@ -46,11 +45,6 @@ def test_arguments_that_cannot_be(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         webhooks.create_webhook(**arguments, **at)
-
-
-def test_an_answer_that_is_none(at: dict[str, str]) -> None:
-    with pytest.raises(WebhookApiError, match="not JSON"):
-        webhooks.get_webhook("broken", **at)
 
 
 def test_an_answer_that_is_json_of_something_else(at: dict[str, str]) -> None:
