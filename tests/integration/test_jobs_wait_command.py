@@ -17,6 +17,8 @@ from pipeline.cli.main import app
 from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
+from pipeline.tokens import load_tokens
+from tests.hub_fixtures import commit_file, push_file, running_hub
 from tests.jobs_fixtures import DONE, FAILED, delivery, spec
 
 A, B, C = "a" * 40, "b" * 40, "c" * 40
@@ -86,6 +88,27 @@ def test_it_waits_for_the_push_to_arrive(store: JobStore, monkeypatch: pytest.Mo
     waited = wait("--commit", B)
     pusher.join()
     assert waited.exit_code == 0 and waited.stdout.splitlines()[-1].startswith("j000002")
+
+
+def test_a_commit_in_the_middle_of_a_push_is_waited_for(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub answers whether the head that was trained contains it."""
+    home = Home.find()
+    with running_hub(tmp_path / "hub") as hub:
+        monkeypatch.setenv("PIPELINE_HUB__PORT", str(hub.settings.port))
+        tokens = load_tokens(home.tokens_file).model_copy(update={"hub": hub.token})
+        home.tokens_file.write_text(tokens.model_dump_json())
+        clone = tmp_path / "clone"
+        hub.git("clone", "-q", hub.create_dataset("acme/faq"), str(clone), cwd=tmp_path)
+        middle = commit_file(hub, clone, "a.jsonl", "{}")
+        head = push_file(hub, clone, "b.jsonl", "{}")
+        job = store.submit(spec(head), by_hand=True)
+        end(store, DONE)
+        waited = wait("--commit", middle, "--json")
+        assert (json.loads(waited.stdout)["id"], waited.exit_code) == (job.id, 0)
+        later = push_file(hub, clone, "c.jsonl", "{}")
+        assert wait("--commit", later, "--timeout", "0.5").exit_code == 124, "it is not trained yet"
 
 
 def test_head_is_that_of_the_clone_in_this_folder(store: JobStore, tmp_path: Path) -> None:

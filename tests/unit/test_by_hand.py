@@ -132,9 +132,11 @@ def test_a_job_sees_none_of_the_services_secrets(
 def test_the_payload_of_a_pipelines_first_job_says_that_nothing_came_before() -> None:
     dataset = Dataset(name="local/facts", hub_url="http://hub", token=None, if_missing="")
     revisions = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha="b" * 40)
-    assert dataset.push_payload(revisions, None, "retrain")["updatedRefs"] == [
+    payload = dataset.push_payload(revisions, None, "retrain")
+    assert payload["updatedRefs"] == [
         {"ref": "refs/heads/main", "oldSha": None, "newSha": "b" * 40}
     ]
+    assert payload["repo"]["headSha"] == "b" * 40
 
 
 def test_an_error_of_one_check_does_not_end_the_checks(
