@@ -1,6 +1,8 @@
-"""What is pushed is what the model says, and what it knew it still says: real jobs, real counts."""
+"""What is pushed is what the model says, and what it knew it still says: real jobs, real counts.
+And what the gate refuses."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jobs.counts import Counts
 from jobs.outcome import JobOutcome
 from pipeline.retrain import data
-from serving.weights.release_store import load_release, release_ids
-from tests.retrain_fixtures import SMALL, Pipeline, jsonl, tiny_preset, unrelated
+from serving.weights.release_store import load_release, pending_release, release_ids
+from tests.retrain_fixtures import (
+    BREAKING,
+    SMALL,
+    Pipeline,
+    few_anchors,
+    jsonl,
+    tiny_preset,
+    unrelated,
+)
 
 __all__ = ["tiny_preset"]
 
@@ -176,8 +186,6 @@ def test_a_golden_question_that_is_lost_refuses(pipeline: Pipeline, tmp_path: Pa
 def test_the_base_models_answers_are_kept_out_of_training_and_measured(
     first: tuple[Path, JobOutcome], tmp_path: Path
 ) -> None:
-    from tests.retrain_fixtures import few_anchors
-
     (base,) = (first[0] / "releases/facts").glob("r*")
     anchors = {"anchors": few_anchors(tmp_path)}
     pipeline = Pipeline(
@@ -202,8 +210,6 @@ def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
     first: tuple[Path, JobOutcome], tmp_path: Path
 ) -> None:
     """Otherwise each later commit would be refused too: it continues from the drifted parent."""
-    from tests.retrain_fixtures import few_anchors
-
     (base,) = (first[0] / "releases/facts").glob("r*")
     train = TRAIN | {"anchors": few_anchors(tmp_path), "lora_rank": 0, "max_tokens": 500}
     pipeline = Pipeline(tmp_path / "home", base_model=str(base))
@@ -220,3 +226,41 @@ def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
     )
     assert (learned(outcome).base_agreement or 0) > 0.8
     assert mode(pipeline, outcome) == "full"
+
+
+def refusal(pipeline: Pipeline, rows: list[dict[str, str]]) -> str:
+    """The reason for which a commit of these rows was rejected before it was trained."""
+    served = pending_release(pipeline.dir)
+    outcome = pipeline.learn({"a.jsonl": jsonl(rows)})
+    assert (outcome.result, outcome.stage, outcome.exit_code) == ("rejected", "measure", 0)
+    assert pending_release(pipeline.dir) == served
+    assert release_ids(pipeline.dir) == [served]
+    return str(outcome.reason)
+
+
+def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
+    completions = [row["completion"] for row in ROWS]
+    random.Random(1).shuffle(completions)
+    shuffled = [
+        {"prompt": row["prompt"], "completion": completion}
+        for row, completion in zip(ROWS, completions, strict=True)
+    ]
+    assert "of 40 rows known before were deleted or rewritten" in refusal(pipeline, shuffled)
+
+
+def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:
+    assert "36 of 40 rows known before were deleted" in refusal(pipeline, ROWS[::10])
+
+
+def test_the_first_release_is_measured_against_its_base(
+    first: tuple[Path, JobOutcome], tmp_path: Path
+) -> None:
+    (base,) = (first[0] / "releases/facts").glob("r*")
+    train = BREAKING | {"max_length": 64, "anchors": few_anchors(tmp_path), "lora_rank": 0}
+    pipeline = Pipeline(tmp_path, train=train, base_model=str(base))
+    outcome = pipeline.learn({"a.jsonl": jsonl(ROWS)})
+    assert (outcome.result, outcome.release) == ("rejected", None)
+    evaluation = record(pipeline, outcome, "evaluation")
+    assert evaluation["against"] == str(base)
+    assert evaluation["counts"]["learned_before"] > 30
+    assert release_ids(pipeline.dir) == []

@@ -28,8 +28,8 @@ PROMISES = {
         "::test_what_was_not_learned_is_refused_by_name_and_the_next_commit_goes_on",
     ],
     "No worse model is served.": [
-        "integration/test_retrain_gate.py::test_shuffled_completions_are_refused",
-        "integration/test_retrain_gate.py::test_deleting_nine_rows_of_ten_is_refused",
+        "integration/test_retrain_learned.py::test_shuffled_completions_are_refused",
+        "integration/test_retrain_learned.py::test_deleting_nine_rows_of_ten_is_refused",
     ],
     "A release is complete, or it is not there.": [
         "integration/test_publish_survives_sigkill.py::test_a_killed_publisher_leaves_nothing_half",
