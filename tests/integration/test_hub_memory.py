@@ -6,7 +6,6 @@
 import contextlib
 import hashlib
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,21 +15,19 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd
 from huggingface_hub._commit_api import _upload_files
 from huggingface_hub.utils import _xet
 
 from pipeline.formats import Pointer
 from tests.hub_fixtures import (
-    SECRET_KEY,
     TOKEN,
     create_empty,
     git_env,
     repository_folder,
     run_git,
-    wait_until,
 )
-from tests.ports import free_port
+from tests.integration.test_hub_durability import HubProcess
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,53 +44,29 @@ GIT_MIB = 64
 GIT = ("git", "/usr/lib/git-core/", "/usr/libexec/git-core/")
 IS_OVER = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, IndexError)
 """What reading a process raises if it ends meanwhile."""
-PROGRAM = """
-import sys
-from pathlib import Path
-import uvicorn
-from jobs.store import JobStore
-from pipeline.hub.app import create_app
-from pipeline.hub.settings import HubSettings
-root, port, token, key = sys.argv[1:]
-store = JobStore.open(Path(root).with_name("jobs.sqlite"))
-settings = HubSettings(port=int(port))
-app = create_app(
-    settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store, needed_commits=set
-)
-uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
-"""
 
 
-class MeasuredHub:
+class MeasuredHub(HubProcess):
     def __init__(self, root: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.root = root
-        self.api = HfApi(endpoint=self.url, token=TOKEN)
+        super().__init__(root)
         self.headers = {"Authorization": f"Bearer {TOKEN}"}
-        arguments = [str(root), str(port), TOKEN, SECRET_KEY.decode()]
-        self._process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
-        wait_until(self._answers, every_seconds=0.05)
+        self.start()
         create_empty(self.url, "local/facts")
-        self._before = mib(self._process.pid, "VmHWM")
+        self._before = mib(self.pid, "VmHWM")
         self._git: dict[str, int] = {}
         self._is_over = threading.Event()
         self._watch = threading.Thread(target=self._look_at_git)
         self._watch.start()
 
-    def _answers(self) -> bool:
-        assert self._process.poll() is None
-        try:
-            return httpx.get(f"{self.url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
 
-    def push(self, worktree: Path) -> None:
-        env = git_env(self.url, TOKEN)
-        remote = f"{self.url}/datasets/local/facts"
-        run_git("add", "-A", cwd=worktree, env=env)
-        run_git("commit", "-qm", "one", cwd=worktree, env=env)
-        run_git("push", "-q", remote, "HEAD:main", cwd=worktree, env=env)
+    def push(self, worktree: Path, ref: str = "main") -> None:
+        self.git("add", "-A", cwd=worktree)
+        self.git("commit", "-qm", "one", cwd=worktree)
+        self.git("push", "-q", f"{self.url}/datasets/local/facts", f"HEAD:{ref}", cwd=worktree)
 
     def sha256(self, path: str) -> str:
         """Of what the hub answers."""
@@ -106,7 +79,7 @@ class MeasuredHub:
 
     def _look_at_git(self) -> None:
         """What git maps of a file is not counted: the system takes that back when it needs it."""
-        hub = psutil.Process(self._process.pid)
+        hub = psutil.Process(self.pid)
         while not self._is_over.wait(0.01):
             with contextlib.suppress(psutil.NoSuchProcess):
                 for each in hub.children(recursive=True):
@@ -118,7 +91,7 @@ class MeasuredHub:
 
     def check(self, at_most: int = HUB_MIB) -> None:
         """That the hub and its git processes kept to their bounds."""
-        grown = mib(self._process.pid, "VmHWM") - self._before
+        grown = mib(self.pid, "VmHWM") - self._before
         assert grown < at_most
         too_large = {command: mib for command, mib in self._git.items() if mib >= GIT_MIB}
         assert self._git and too_large == {}
@@ -127,8 +100,7 @@ class MeasuredHub:
     def kill(self) -> None:
         self._is_over.set()
         self._watch.join()
-        self._process.kill()
-        self._process.wait()
+        super().kill()
 
 
 def mib(pid: int, what: str) -> int:
@@ -217,8 +189,7 @@ def test_a_file_of_git_itself(hub: MeasuredHub, worktree: Path, noise: tuple[Pat
     assert httpx.post(f"{hub.url}/api/settings/gc", headers=hub.headers, timeout=600).is_success
     assert list((repository_folder(hub.root, "local/facts") / "objects/pack").glob("*.pack"))
     assert hub.sha256("noise.bin") == sha256
-    env = git_env(hub.url, TOKEN)
-    run_git("clone", "-q", f"{hub.url}/datasets/local/facts", "clone", cwd=worktree.parent, env=env)
+    hub.git("clone", "-q", f"{hub.url}/datasets/local/facts", "clone", cwd=worktree.parent)
     hub.check()
 
 
@@ -250,12 +221,8 @@ def test_the_difference_of_a_large_pull_request(hub: MeasuredHub, worktree: Path
     opened = hub.api.create_pull_request("local/facts", "Large", repo_type="dataset")
     for number in range(12):
         (worktree / f"{number}.txt").write_text(f"{number} and some more words\n" * 400_000)
-    env = git_env(hub.url, TOKEN)
-    run_git("add", "-A", cwd=worktree, env=env)
-    run_git("commit", "-qm", "large", cwd=worktree, env=env)
-    remote = f"{hub.url}/datasets/local/facts"
-    run_git("push", "-q", remote, f"HEAD:{opened.git_reference}", cwd=worktree, env=env)
+    hub.push(worktree, opened.git_reference)
     details = hub.api.get_discussion_details("local/facts", opened.num, repo_type="dataset")
     assert details.diff is not None and "is cut here" in details.diff
-    grown = mib(hub._process.pid, "VmHWM") - hub._before
+    grown = mib(hub.pid, "VmHWM") - hub._before
     assert grown < HUB_MIB

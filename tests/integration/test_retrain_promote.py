@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
@@ -17,6 +16,7 @@ from pipeline.retrain.run import Promotion, promote
 from serving.errors import Superseded
 from serving.swap_schemas import SwapRequest, SwapResult
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
+from tests.serving_fixtures import running
 
 RELEASE, EARLIER = "r000003-0123abcd", "r000001-0123abcd"
 FIRST = (None, RELEASE)
@@ -38,16 +38,8 @@ def server(answer: Callable[[], Answer]) -> Iterator[tuple[str, list[str | None]
         text = body if isinstance(body, str) else body.model_dump_json()
         return Response(text, status_code=status, media_type="application/json")
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", tokens
-    finally:
-        running.should_exit = True
-        thread.join()
-        listener.close()
+    with running(app) as url:
+        yield url, tokens
 
 
 def ask(folder: Path, url: str | None, **told: Any) -> Promotion:
