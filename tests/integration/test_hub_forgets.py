@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
-from huggingface_hub import constants
 from sqlalchemy import delete
 
 from pipeline.hub import database as tables
@@ -57,34 +55,20 @@ def forget_events(place: Place) -> None:
 def test_gc_removes_what_nothing_needs(place: Place) -> None:
     with place.hub() as hub:
         place.push_away(hub)
-    assert "removed 0 commits that nothing needs" in place.pipeline("gc").stdout
+    files = LargeFiles(place.folder)
+    oid = files.store([bytes(2_000_000)], None, 2_000_000)
+    os.utime(files.path(oid), (0, 0))
+    said = place.pipeline("gc").stdout
+    assert "removed 0 commits that nothing needs" in said
+    assert "removed 2.0 MB of large files that no commit names" in said
     assert place.has(place.after), "an event names it"
     forget_events(place)
     needed = place.release(1, place.bad)
     # The release needs a commit that only the ref of a later one leads to.
-    assert "removed 1 commits that nothing needs" in place.pipeline("gc").stdout
+    said = place.pipeline("gc").stdout
+    assert "removed 1 commits that nothing needs" in said and "large files" not in said
     assert (place.has(place.bad), place.has(place.after)) == (True, False)
     release_store.remove(place.home.releases_dir / "facts", needed)
     with place.hub(needed_commits=set):
         assert "removed 1 commits that nothing needs" in place.pipeline("gc").stdout
     assert not place.has(place.bad) and place.has(place.good)
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_gc_removes_a_large_file_that_no_commit_names_any_more(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    facts = {"repo_id": "local/facts", "repo_type": "dataset"}
-    with place.hub() as hub:
-        hub.api.upload_file(path_or_fileobj=bytes(2_000_000), path_in_repo="a.bin", **facts)
-        place.push_away(hub)
-    files = LargeFiles(place.folder)
-    [oid] = files.oids()
-    os.utime(files.path(oid), (0, 0))
-    assert "large files" not in place.pipeline("gc").stdout, (
-        "an event names the commit of the upload"
-    )
-    forget_events(place)
-    assert "removed 2.0 MB of large files that no commit names" in place.pipeline("gc").stdout
-    assert list(files.oids()) == []
