@@ -16,6 +16,7 @@ from pipeline.runner import after_jobs
 from pipeline.runner.after_jobs import Outcomes
 from pipeline.settings import PipelineSettings, load_settings
 from tests.after_jobs_fixtures import end_one, store
+from tests.jobs_fixtures import until
 
 __all__ = ["store"]
 
@@ -86,12 +87,7 @@ def test_the_thread_outlives_an_error(store: JobStore, monkeypatch: pytest.Monke
     thread = threading.Thread(target=outcomes.follow, args=(stop,))
     thread.start()
     try:
-        deadline = time.monotonic() + 20
-        while errors and time.monotonic() < deadline:
-            time.sleep(0.01)
-        while len(told) < len(ids) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert told == ids
+        until(lambda: not errors and told == ids)
     finally:
         stop.set()
         thread.join()

@@ -20,10 +20,10 @@ from serving.openai_schemas import CompletionRequest
 from serving.request_errors import RequestError
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release_store import set_current
+from tests.contract.engine_bench import swap
 from tests.echo_engine import EchoEngine
 from tests.jobs_fixtures import until
 from tests.serving_fixtures import (
-    ADMIN_TOKEN,
     CHAT_TEMPLATE,
     echo_app,
     echo_release,
@@ -93,9 +93,7 @@ def test_tokenizing_is_bounded_and_leaves_the_threads_of_swaps_alone(
             try:
                 until(lambda: app.state.admission.num_in_flight == max_queue)
                 assert ask().status_code == 429
-                token = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
-                swap = http.post("/admin/swap", json={"release": new.id}, headers=token)
-                assert swap.json()["result"] == "live"
+                assert swap(http, new.id).json()["result"] == "live"
             finally:
                 go_on.set()
             assert all(each.result().is_success for each in asked)

@@ -19,9 +19,10 @@ from receiver.settings import ReceiverSettings
 from receiver.webhooks_server import WebhooksServer
 from serving.http.server import MAX_HEADER_BYTES, Limits, Server
 from serving.weights.release_store import set_current
+from tests.contract.engine_bench import swap
 from tests.echo_engine import EchoEngine
 from tests.hub_fixtures import TOKEN, commit_file, running_hub, wait_until
-from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
+from tests.serving_fixtures import echo_app, echo_release, running
 from tests.slow_clients import connected, is_ended, num_ended, outlive, request
 
 LIMITS = Limits(
@@ -191,12 +192,7 @@ def test_a_client_that_stops_reading_does_not_defer_a_swap(tmp_path: Path) -> No
         client.sendall(post + STREAM)
         assert client.recv(12).startswith(b"HTTP/1.1 200")
         for release in (second, third):  # the engine holds two
-            answer = http.post(
-                "/admin/swap",
-                json={"release": release.id},
-                headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
-            )
-            assert answer.json()["result"] == "live"
+            assert swap(http, release.id).json()["result"] == "live"
         assert engine.num_running[first.id] == 0
 
 

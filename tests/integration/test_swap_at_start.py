@@ -15,8 +15,9 @@ from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.weights import release_store
+from tests.contract.engine_bench import swap
 from tests.echo_engine import EchoEngine, EnginePhase
-from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
+from tests.serving_fixtures import echo_app, echo_release, running
 from tests.swap_fixtures import House, flip_a_bit, lose_the_manifest
 
 
@@ -192,14 +193,9 @@ def test_a_release_that_stands_in_may_be_chosen_and_then_stays(tmp_path: Path, h
         release_store.set_pending(tmp_path, before)
         assert started(tmp_path) is not None
     else:
-        with running(echo_app(tmp_path)) as url:
-            asked = httpx.post(
-                f"{url}/admin/swap",
-                json={"release": before},
-                headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
-            )
-            assert asked.json()["result"] == "live"
-            assert "stands_in_for" not in httpx.get(f"{url}/health").json()
+        with running(echo_app(tmp_path)) as url, httpx.Client(base_url=url) as http:
+            assert swap(http, before).json()["result"] == "live"
+            assert "stands_in_for" not in http.get("/health").json()
     elsewhere.rename(tmp_path / damaged)
     live = started(tmp_path)
     assert live is not None and live.id == before and live.stands_in_for is None

@@ -12,9 +12,10 @@ from serving.engines.settings import TorchEngineSettings
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.weights.publish import publish_folder
 from serving.weights.release_store import set_current
+from tests.contract.engine_bench import swap
 from tests.hub_checkpoints import store
 from tests.integration.test_metrics_of_vllm import vllm_metrics
-from tests.serving_fixtures import ADMIN_TOKEN, echo_app, running
+from tests.serving_fixtures import echo_app, running
 from tests.torch_engine_fixtures import clear_prompt, expected
 
 LENGTHS = (3, 20, 45, 50, 55, 60)
@@ -64,12 +65,7 @@ def test_answers_during_swaps_are_those_of_the_release_they_name(tmp_path: Path)
         try:
             # How often sequences are preempted depends on when they begin.
             for number, release_id in enumerate(itertools.cycle(reversed(wanted)), start=1):
-                answer = admin.post(
-                    "/admin/swap",
-                    json={"release": release_id},
-                    headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
-                )
-                assert answer.json()["result"] == "live", answer.text
+                assert swap(admin, release_id).json()["result"] == "live"
                 assert ask(admin, 0) == release_id
                 preempted = vllm_metrics(admin)["vllm:num_preemptions_total"]
                 if number >= NUM_SWAPS and preempted:
