@@ -1,10 +1,6 @@
-"""The slower way of a swap on vLLM: its own reload, and what is wrong with that alone."""
+"""The slower way of a swap on vLLM: its own reload."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,27 +82,3 @@ class TestReload:
         with running_vllm.client() as http:
             answer = http.get("/live").json()
         assert answer["status"] == "dead" and "may be mixed" in answer["reason"]
-
-
-def test_a_tied_head_goes_stale_in_vllms_own_reload(tmp_path: Path) -> None:
-    """The reason for a way of our own, and for the probe: should this fail one day, vLLM was put
-    right, and its reload can be trusted on a CPU."""
-    first, second = (vllm_release(tmp_path, seed, tied=True) for seed in (1, 2))
-    folders = [str(tmp_path / "releases" / release.id) for release in (first, second)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm_reload_program", *folders],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    reloaded, stale, mended, right = done.stdout.splitlines()[-4:]
-    assert reloaded != mended
-    cold = cold_of(tmp_path / "releases" / second.id)
-    assert mended == repr(cold.texts[PROMPTS[0]])
-    # The probe that the release carries tells one from the other.
-    assert second.probe is not None
-    bound = second.probe.bounds["float32"]
-    assert float(stale) > 10 * bound
-    assert float(right) < bound / 10
