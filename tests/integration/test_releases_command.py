@@ -64,14 +64,7 @@ def test_a_swap_that_another_server_refuses_leaves_the_earlier_release_pending(
     folder = configure(1)
     first, second = echo_release(folder, 1), echo_release(folder, 2)
     release_store.set_pending(folder, first.id)
-    server = create_app(
-        engine=EchoEngine(),
-        settings=ServingSettings(),
-        releases_dir=folder.with_name("elsewhere"),
-        pipeline="answers",
-        admin_token="another",
-    )
-    with running(server) as url:
+    with running(echo_app(folder.with_name("elsewhere"))) as url:  # it has another token
         configure(int(url.rpartition(":")[2]))
         result = pipeline("releases", "swap", second.id)
     assert isinstance(result.exception, PipelineError)
