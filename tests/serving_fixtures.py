@@ -153,13 +153,14 @@ def echo_app(
     *,
     folder: Path | None = None,
     job_may_swap: Callable[[str], bool] = lambda token: False,
+    pipeline: str = "answers",
     **settings: Any,
 ) -> FastAPI:
     return create_app(
         engine=engine or EchoEngine(),
         settings=ServingSettings(port=0, **settings),
         releases_dir=pipeline_dir,
-        pipeline="answers",
+        pipeline=pipeline,
         admin_token=ADMIN_TOKEN,
         job_may_swap=job_may_swap,
         folder=folder,

@@ -12,14 +12,12 @@ import openai
 import pytest
 
 from pipeline.stack.gateway import create_app
-from serving.app import create_app as server_app
-from serving.settings import ServingSettings
 from serving.swap_schemas import request_swap
 from serving.weights import release_store
 from tests.echo_engine import EchoEngine
 from tests.jobs_fixtures import until
 from tests.ports import free_port
-from tests.serving_fixtures import ADMIN_TOKEN, CHAT_TEMPLATE, echo_release, running
+from tests.serving_fixtures import ADMIN_TOKEN, CHAT_TEMPLATE, echo_app, echo_release, running
 
 KEY = "k3y"
 MAX_BODY_BYTES = 200_000
@@ -54,13 +52,8 @@ def servers(tmp_path: Path) -> Iterator[list[Server]]:
             ]
             release_store.set_pending(folder, ids[0])
             server = Server(name, folder, EchoEngine(step_seconds=0.005), ids)
-            app = server_app(
-                engine=server.engine,
-                settings=ServingSettings(port=0, api_key=KEY, max_queue=2, drain_seconds=1),
-                releases_dir=folder,
-                pipeline=name,
-                admin_token=ADMIN_TOKEN,
-            )
+            settings = {"api_key": KEY, "max_queue": 2, "drain_seconds": 1}
+            app = echo_app(folder, server.engine, pipeline=name, **settings)
             server.url = stack.enter_context(running(app))
             until(lambda url=server.url: httpx.get(f"{url}/health").is_success)
             found.append(server)
@@ -231,14 +224,7 @@ def test_health_of_all_and_where_the_metrics_are(url: str, servers: list[Server]
 def test_without_a_key_a_page_of_another_name_gets_nothing(tmp_path: Path) -> None:
     """DNS rebinding: the header `Host` reaches the server, which refuses it."""
     echo_release(tmp_path / "faq", 1)
-    app = server_app(
-        engine=EchoEngine(),
-        settings=ServingSettings(port=0),
-        releases_dir=tmp_path / "faq",
-        pipeline="faq",
-        admin_token=ADMIN_TOKEN,
-    )
-    with running(app) as server:
+    with running(echo_app(tmp_path / "faq", pipeline="faq")) as server:
         gateway = create_app({"faq": server, "other": server}, max_body_bytes=MAX_BODY_BYTES)
         with running(gateway) as url:  # type: ignore[arg-type]
             evil = {"Host": "evil.example"}

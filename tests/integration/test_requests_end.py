@@ -26,10 +26,10 @@ from serving.errors import ServingError
 from serving.http.server import Server
 from serving.settings import ServingSettings
 from serving.weights.release_store import pending_release, set_current, set_pending
+from tests.contract.engine_bench import swap
 from tests.echo_engine import EchoEngine
 from tests.jobs_fixtures import until
 from tests.serving_fixtures import (
-    ADMIN_TOKEN,
     echo_app,
     echo_release,
     running,
@@ -278,13 +278,9 @@ def test_a_server_process_swaps_pending_in_and_lets_its_last_answer_end_on_sigte
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         # The port listens before the start is over, and answers once it is.
-        answer = httpx.post(
-            f"{url}/admin/swap",
-            json={"release": second.id},
-            headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
-            timeout=30,
-        )
-        assert answer.json()["result"] == "live" and answer.json()["previous"] == second.id
+        with httpx.Client(base_url=url, timeout=30) as http:
+            found = swap(http, second.id).json()
+        assert found["result"] == "live" and found["previous"] == second.id
         assert pending_release(pipeline_dir) is None
         body = {**BODY, "max_tokens": 20, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
