@@ -6,12 +6,12 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from pipeline.cli.terminal import ChangesStack, JsonOption, print_table, project_home
-from pipeline.cli.webhooks import hub_access
+from pipeline.cli.webhooks import on_hub
 from pipeline.errors import PipelineError
 from pipeline.hub.repositories import RepositoryName, repository_name
 from pipeline.hub.routes.administration import check_name
@@ -21,7 +21,6 @@ from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
 from pipeline.tokens import load_tokens
 from pipeline.traces import Traces, find_traces, jobs_in_the_way, needed_commits, remove_traces
-from receiver.webhooks import call_hub
 from serving.weights.release_store import check_removable, release_number, remove
 
 app = typer.Typer(
@@ -70,7 +69,7 @@ def gc() -> None:
 
     The hub must be up. A push to a repository waits while this command works on the repository.
     """
-    removed = _on_hub("POST", "gc")
+    removed = on_hub("POST", "gc")
     print(f"removed {removed['released']:,} commits that nothing needs, and their git objects")
     if large_bytes := removed["large_bytes"]:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
@@ -109,7 +108,7 @@ def purge(
     name = repository_name(type, owner, short)
     home, settings = project_home(), load_settings()
     path = f"purge/{name.type}s/{name.id}/{sha}"
-    planned = _on_hub("GET", path)
+    planned = on_hub("GET", path)
     commits = planned["commits"]
     with open_job_store(settings, home) as store:
         if waiting := jobs_in_the_way(store, type, name.id.lower(), commits):
@@ -130,7 +129,7 @@ def purge(
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
     # run still finds the commits in the repository, and so can finish the work. Do this even if the
     # repository does not have the commit: an interrupted purge may have left some of its files.
-    _on_hub("POST", path)
+    on_hub("POST", path)
     is_found = planned["is_there"] or traces.job_folders or traces.num_downloads
     if not is_found and not (releases and traces.releases):
         _print_what_stays(name, traces, releases)
@@ -141,12 +140,6 @@ def purge(
         )
     print(f"{sha} is gone from the {name}. Removed: {removed}")
     _print_what_stays(name, traces, releases)
-
-
-def _on_hub(
-    method: Literal["GET", "POST", "DELETE"], path: str, query: dict[str, str] | None = None
-) -> Any:
-    return call_hub(method, path, **hub_access(None), query=query)
 
 
 def _removed(name: RepositoryName, planned: Any, traces: Traces, with_releases: bool) -> str:
@@ -206,7 +199,7 @@ def create(
     shown again.
     """
     check_name(name)
-    made = _on_hub("POST", f"tokens/{name}", {"role": role})
+    made = on_hub("POST", f"tokens/{name}", {"role": role})
     print(made["token"])
     print("Store the token now: it cannot be shown again.", file=sys.stderr)
 
@@ -214,7 +207,7 @@ def create(
 @tokens.command(name="ls")
 def list_(as_json: JsonOption = False) -> None:
     """List the tokens: their names, what they may do, and when they were created."""
-    found = _on_hub("GET", "tokens")
+    found = on_hub("GET", "tokens")
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -227,5 +220,5 @@ def list_(as_json: JsonOption = False) -> None:
 def revoke(name: NameArgument) -> None:
     """Revoke a token. The hub refuses every later request that has this token."""
     check_name(name)
-    _on_hub("DELETE", f"tokens/{name}")
+    on_hub("DELETE", f"tokens/{name}")
     print(f"revoked {name}")

@@ -208,7 +208,7 @@ def deliveries(
     receiver."""
     path = "deliveries" if webhook_id is None else f"webhooks/{webhook_id}/deliveries"
     wanted = {"limit": str(limit)} | ({} if status is None else {"status": status})
-    found = _call("GET", path, endpoint, wanted)
+    found = on_hub("GET", path, wanted, endpoint)
     rows = [
         (
             one["id"],
@@ -247,7 +247,7 @@ def replay(
     the id of the newest of these jobs. If there is none, it submits a new job.
     """
     path = f"deliveries/{delivery_id}/replay"
-    sent = _call("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
+    sent = on_hub("POST", path, {"force": "1"} if force else {}, endpoint)["delivery"]
     text = f"Delivery {delivery_id} is sent again" + (f" as {sent['id']}" if force else "")
     _print(sent, text, as_json, quiet)
 
@@ -263,11 +263,11 @@ def test(
 
     The exit code is 1 if the status of the answer is not 2xx, or if there is no answer.
     """
-    sent = _call("POST", f"webhooks/{webhook_id}/test", endpoint)["delivery"]
+    sent = on_hub("POST", f"webhooks/{webhook_id}/test", endpoint=endpoint)["delivery"]
     deadline = time.monotonic() + WAIT_SECONDS
     while sent["last_attempt_at"] is None and time.monotonic() < deadline:
         time.sleep(0.05)
-        sent = _call("GET", f"deliveries/{sent['id']}", endpoint)["delivery"]
+        sent = on_hub("GET", f"deliveries/{sent['id']}", endpoint=endpoint)["delivery"]
     waiting = "no attempt has ended yet; the hub may be busy with other deliveries"
     _print(sent, f"Webhook {webhook_id}: {_answer(sent) or waiting}", as_json, quiet)
     if sent["status"] != "delivered":
@@ -309,11 +309,11 @@ def hub_access(endpoint: str | None) -> dict[str, Any]:
     return {"endpoint": running_settings(home).hub_url, "token": token}
 
 
-def _call(
-    method: Literal["GET", "POST"],
+def on_hub(
+    method: Literal["GET", "POST", "DELETE"],
     path: str,
-    endpoint: str | None,
-    query: dict[str, str] | None = None,
+    query: Mapping[str, str] | None = None,
+    endpoint: str | None = None,
 ) -> Any:
     return call_hub(method, path, **hub_access(endpoint), query=query)
 

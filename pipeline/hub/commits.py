@@ -33,6 +33,7 @@ from pipeline.hub.contents import (
 )
 from pipeline.hub.errors import BadRequest, EntryNotFound, HubError, PreconditionFailed
 from pipeline.hub.git import INCOMING_PREFIX, NO_REF, Signature, clear_repository, git
+from pipeline.hub.http_json import reasons
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.repositories import (
     RefChange,
@@ -158,11 +159,9 @@ def _read(model: type[Model], line: bytes) -> Model:
         return model.model_validate_json(line)
     except ValidationError as error:
         # Without the value, which may be a large file.
-        wrong = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, wrong["loc"]))
         raise BadRequest(
-            f"A line of the commit is wrong: {place or 'the line'}: {wrong['msg']}. Each line must "
-            'be JSON with a "key" and a "value", and the key of the first line is "header".'
+            f"A line of the commit is wrong: {reasons(error)}. Each line must be JSON with a "
+            '"key" and a "value", and the key of the first line is "header".'
         ) from None
 
 
