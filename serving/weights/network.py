@@ -7,9 +7,7 @@ tensor for each expert (Mixtral, Qwen3-MoE), but the network has one tensor for 
 `transformers` knows how to get from stored names to the network's names.
 """
 
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,22 +115,9 @@ def load_weights(network: Any, tensors: "Mapping[str, Tensor]") -> None:
             for name, shape, wanted in sorted(found.mismatched_keys)
         ),
         *(f"tensor {name}: cannot be put together" for name in sorted(found.conversion_errors)),
-        *_missing_experts(tensors),
     ]
     if reasons:
         raise ReleaseError(*reasons)
-
-
-def _missing_experts(names: Iterable[str]) -> Iterator[str]:
-    """Names each gap in the numbers of experts. `transformers` joins the experts that are there,
-    whatever their numbers."""
-    found = defaultdict(set)
-    for name in names:
-        if expert := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name):
-            found[expert[1], expert[3]].add(int(expert[2]))
-    for (before, after), numbers in sorted(found.items()):
-        for number in sorted(set(range(len(numbers))) - numbers):
-            yield f"tensor {before}{number}{after}: in no shard of the release"
 
 
 def hub_state_dict(network: Any, tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
