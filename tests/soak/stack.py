@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +99,8 @@ class StackUnderFire:
     """A commit that no system keeps for a client which reads nothing, on a branch of its own."""
 
     _git_environment: dict[str, str] | None = None
+    _before_push: frozenset[str] = frozenset()
+    """What was in /proc then."""
 
     def __post_init__(self) -> None:
         (self.workplace.folder / "pipeline.toml").write_text(SETTINGS)
@@ -160,11 +162,13 @@ class StackUnderFire:
         """The command lines of all processes of this stack, by pid, however they came to be."""
         return {pid: line for pid, (line, _) in self._found().items()}
 
-    def _found(self) -> dict[int, tuple[str, bool]]:
+    def _found(self, skipped: Collection[str] = ()) -> dict[int, tuple[str, bool]]:
         """Command lines, and whether it is a git of the hub's: its environment says only where."""
         home, place = f"PIPELINE_HOME={self.home}", f"GIT_PROJECT_ROOT={self.home}/hub/repos/"
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
+            if entry.name in skipped:
+                continue
             try:
                 variables = (entry / "environ").read_text(errors="replace").split("\0")
                 is_git = any(each.startswith(place) for each in variables)
@@ -215,9 +219,7 @@ class StackUnderFire:
         number, what = signal.SIGKILL, "kills"
         if who in STOPPED:
             who, number, what = who.removeprefix("stopped "), signal.SIGSTOP, "stops"
-        deadline = time.monotonic() + GIT_SECONDS
-        while not (pids := self.victims()[who]) and who == "git" and time.monotonic() < deadline:
-            pass
+        pids = self._await_git() if who == "git" else self.victims()[who]
         for pid in pids:
             try:
                 os.kill(pid, number)
@@ -228,6 +230,15 @@ class StackUnderFire:
         self.counts[what] += bool(pids)
         if not pids:
             print(f"  no {who} was there to be killed", flush=True)
+
+    def _await_git(self) -> list[int]:
+        """Looks only at what began since the push did: a look at all can take as long as a git."""
+        deadline = time.monotonic() + GIT_SECONDS
+        while time.monotonic() < deadline:
+            found = self._found(self._before_push)
+            if pids := [pid for pid, (_, is_git) in found.items() if is_git]:
+                return pids
+        return []
 
     # Commits
 
@@ -243,6 +254,7 @@ class StackUnderFire:
 
     def push(self) -> subprocess.Popen[bytes]:
         """Begun, and not waited for: see `answered`."""
+        self._before_push = frozenset(os.listdir("/proc"))
         return subprocess.Popen(
             ["git", "push", "--quiet", "origin", "HEAD:main"],
             cwd=self.workplace.folder / "facts",
