@@ -41,6 +41,29 @@ class RevisionRange(_Record):
     """The ids of all deliveries that led to the job, oldest first."""
 
 
+class Resources(BaseModel):
+    """What an engine, such as Slurm, should give to each job. The engine's own default counts for a
+    key that is not set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    cpus: int | None = Field(default=None, ge=1)
+    """The number of processor cores."""
+    memory: str | None = Field(default=None, pattern=r"^[1-9]\d*[KMGT]$")
+    """The main memory: a whole number and K, M, G or T (powers of 1024), such as `16G`."""
+    gpus: int | None = Field(default=None, ge=1)
+    """The number of GPUs."""
+    nodes: int | None = Field(default=None, ge=1)
+    """The number of machines."""
+    image: str | None = Field(default=None, min_length=1)
+    """The container image to run. It must contain hotpush."""
+    queue: str | None = Field(default=None, min_length=1)
+    """The queue: a partition of Slurm, or a flavor of Hugging Face Jobs."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """After this time, the engine ends an attempt of the job. `timeout_seconds` under [jobs] limits
+    all attempts together."""
+
+
 class JobSpec(_Record):
     command: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments; never a shell line."""
@@ -56,6 +79,11 @@ class JobSpec(_Record):
     settings: dict[str, Any] = {}
     """Settings for the command, which reads them from `spec.json`. The job store does not interpret
     them."""
+    launcher: str = "local"
+    """Where the job runs: `local` for the runner's machine, or the name of a launcher in the
+    runner's settings."""
+    resources: Resources = Resources()
+    """What a launcher asks its engine for."""
     revisions: RevisionRange | None = None
     """The commits that led to the job. None if no commit led to it."""
     max_attempts: int = Field(default=3, ge=1)
