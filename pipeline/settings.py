@@ -30,8 +30,10 @@ from pydantic_settings import (
 )
 
 from jobs.folder import write_by_rename
+from jobs.launcher import PRESETS as LAUNCHER_PRESETS
+from jobs.launcher import LauncherSettings
 from jobs.settings import JobsSettings
-from jobs.spec import is_git_url
+from jobs.spec import Resources, is_git_url
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings, http_url
 from pipeline.logs import LogSettings
@@ -109,6 +111,9 @@ class PipelineSettings(BaseModel):
     """A command with its arguments, which gets the outcome of each job as JSON on standard input. A
     relative path of the program starts at the folder of the settings file. If your own trainer
     (`command`) succeeds without writing an `outcome.json`, there is no outcome to report."""
+    launcher: str = "local"
+    """Where the jobs run: `local` for this machine, or NAME for the engine of [launchers.NAME]."""
+    resources: Resources = Resources()
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
@@ -172,6 +177,7 @@ class Settings(BaseSettings):
     serving: ServingSettings = ServingSettings()
     logs: LogSettings = LogSettings()
     stack: StackSettings = StackSettings()
+    launchers: dict[str, LauncherSettings] = {}
     pipelines: tuple[PipelineSettings, ...] = ()
 
     @classmethod
@@ -190,12 +196,26 @@ class Settings(BaseSettings):
         file = copy if is_in_stack else settings_file()
         return (env_settings, TomlConfigSettingsSource(settings_cls, file))
 
+    @field_validator("launchers", mode="before")
+    @classmethod
+    def _a_name_may_be_a_preset(cls, launchers: Any) -> Any:
+        if not isinstance(launchers, dict):
+            return launchers
+        return {
+            name: {"preset": name, **table}
+            if name in LAUNCHER_PRESETS and isinstance(table, dict)
+            else table
+            for name, table in launchers.items()
+        }
+
     @field_validator("*")
     @classmethod
     def _paths_are_absolute(cls, value: Any) -> Any:
         folder = settings_file().parent
         if isinstance(value, BaseModel):
             return with_absolute_paths(value, folder)
+        if isinstance(value, dict):
+            return {name: with_absolute_paths(table, folder) for name, table in value.items()}
         return tuple(with_absolute_paths(pipeline, folder) for pipeline in value)
 
     @model_validator(mode="after")
@@ -203,6 +223,21 @@ class Settings(BaseSettings):
         names = [pipeline.name for pipeline in self.pipelines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two pipelines are called {', '.join(twice)}; names must differ")
+        return self
+
+    @model_validator(mode="after")
+    def _launchers_are_known(self) -> "Settings":
+        for pipeline in self.pipelines:
+            name, fault = pipeline.launcher, None
+            if name in self.launchers:
+                fault = self.launchers[name].misfit(pipeline.resources)
+            elif name != "local":
+                known = ", ".join(["local", *self.launchers])
+                fault = f"there is none of this name, only {known}; add a table [launchers.{name}]"
+            elif pipeline.resources != Resources():
+                fault = "it takes no [pipelines.resources]; remove this table"
+            if fault:
+                raise ValueError(f"launcher {name!r} of pipeline {pipeline.name!r}: {fault}")
         return self
 
     def pipeline(self, name: str | None) -> PipelineSettings:
@@ -289,7 +324,10 @@ def _with_absolute_path(key: str, value: Any, folder: Path) -> Any:
         case _, Path():
             return absolute_path(value, folder)
         # If a program has no `/`, the system looks for it on PATH.
-        case "command" | "on_outcome", (program, *arguments) if "/" in program:
+        case (
+            "command" | "on_outcome" | "submit" | "status" | "cancel",
+            (program, *arguments),
+        ) if "/" in program:
             return (str(absolute_path(Path(program), folder)), *arguments)
         case "tunnel", str():
             program, *arguments = shlex.split(value) or [""]
@@ -401,6 +439,8 @@ _HOW_TO_WRITE = {
     "dataset_endpoint": "write `hub`, or a URL",
     "base_model_endpoint": "write `hub`, or a URL",
     "public_url": "write it as http://HOST or https://HOST",
+    "hub_url": "write it as http://HOST or https://HOST",
+    "memory": "write a whole number and K, M, G or T, such as 16G",
 }
 """Key → how to write the value of this key. Lists only keys whose value is checked by a regular
 expression."""
@@ -417,6 +457,8 @@ def value_fault_text(key: str, kind: str, message: str) -> str:
 
 def _fields_at(tables: list[str]) -> dict[str, Any]:
     model: Any = Settings
+    if tables[:1] == ["launchers"]:
+        return dict(LauncherSettings.model_fields)
     for table in tables:
         model = (
             PipelineSettings if table == "pipelines" else type(model.model_fields[table].default)

@@ -93,6 +93,8 @@ def settings_text(settings: Settings) -> str:
     for name, field in type(settings).model_fields.items():
         if isinstance(field.default, BaseModel):
             lines += _table(f"[{name}]", getattr(settings, name))
+    for name, launcher in settings.launchers.items():
+        lines += _table(f"[launchers.{json.dumps(name)}]", launcher)
     for pipeline in settings.pipelines or (example,):
         lines += _table("[[pipelines]]", pipeline)
     return "\n".join(lines) + "\n"
@@ -126,4 +128,7 @@ def _table(heading: str, settings: BaseModel) -> Iterator[str]:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
     return json.dumps(str(value) if isinstance(value, PurePath) else value)

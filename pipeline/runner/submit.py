@@ -225,6 +225,8 @@ def retrain_rule(
     spec = JobSpec(
         command=pipeline.command or (sys.executable, "-m", RETRAINING),
         pipeline=pipeline.name,
+        launcher=pipeline.launcher,
+        resources=pipeline.resources,
         debounce_seconds=pipeline.debounce_seconds,
         max_wait_seconds=pipeline.max_wait_seconds,
         settings=retrain.model_dump(mode="json"),

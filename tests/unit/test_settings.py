@@ -13,6 +13,7 @@ from pipeline.cli.settings import settings_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.settings import TrainSettings
+from pipeline.runner.submit import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings, write_settings_copy
 from receiver.tunnel import command_of
 
@@ -270,3 +271,55 @@ def test_the_digest_tells_settings_that_shape_the_weights_from_those_that_do_not
     assert TrainSettings(max_tokens=7).digest() != plain
     assert TrainSettings(max_tokens=TrainSettings().max_tokens).digest() == plain
     assert TrainSettings(checkpoint_seconds=1, micro_batch_tokens=64).digest() == plain
+
+
+ON_SLURM = """
+[launchers.slurm]
+options = ["--account=me"]
+[launchers.own]
+submit = ["./start", "$name"]
+status = ["ask", "$name"]
+cancel = ["end", "$name"]
+states = { running = "up", unknown = ["none", "gone"] }
+[[pipelines]]
+name = "facts"
+dataset = "demo/facts"
+launcher = "slurm"
+[pipelines.resources]
+gpus = 1
+"""
+
+
+def test_a_launcher_is_a_preset_and_what_the_file_changes(file: Path) -> None:
+    file.write_text(ON_SLURM)
+    settings = load_settings()
+    slurm, own = settings.launchers["slurm"], settings.launchers["own"]
+    assert (slurm.submit[0], slurm.options) == ("sbatch", ("--account=me",))
+    assert (own.submit[0], own.status[0]) == (f"{file.parent}/start", "ask")
+    spec = retrain_rule(settings, Home(file.parent), settings.pipeline("facts")).spec
+    assert (spec.launcher, spec.resources.gpus) == ("slurm", 1)
+    file.write_text(CliRunner().invoke(app, ["settings"]).stdout)
+    assert load_settings() == settings, "what the settings command prints means the same"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('= "slurm"', '= "slrm"', "none of this name, only local, slurm, own; add"),
+        ('launcher = "slurm"', "", "'local' of pipeline 'facts': it takes no [pipelines.res"),
+        ("gpus = 1", 'image = "x"', "'submit' passes no image on; remove it".replace("'", "`")),
+        ("options", 'preset = "ray"\noptions', ""),
+        ("options", 'preset = "kubernetes"\noptions', "it needs image; set it under [pipelines"),
+        ("gpus = 1", 'memory = "16g"', "a whole number and K, M, G or T, such as 16G, got '16g'"),
+        ("options", "option", "unknown key 'option' in [launchers.slurm]; did you mean 'options'"),
+        ('"ask", "$name"', '"ask", "$nam"', "'$nam' has another value than $name, $options;"),
+    ],
+)
+def test_what_a_launcher_cannot_do_is_refused(file: Path, old: str, new: str, told: str) -> None:
+    assert old in ON_SLURM
+    file.write_text(ON_SLURM.replace(old, new, 1))
+    if not told:
+        assert load_settings().launchers["slurm"].submit[0] == "ray"
+        return
+    with pytest.raises(PipelineError, match=re.escape(told)):
+        load_settings()
