@@ -2,13 +2,16 @@
 session of the command (setsid(2)), writes the log, sends the heartbeats, stops the command when it
 must end, and records how the attempt ended. An agent goes on when its runner dies.
 
-If the attempt is not the current one of its job any more, the store raises LeaseLost or
-JobNotFound. The agent then ends the command and leaves everything else alone.
+If the attempt is not the current one of its job any more, its calls raise LeaseLost or JobNotFound.
+The agent then ends the command and leaves everything else alone.
 
-On Linux, agents are forked from the *fork server* of `multiprocessing`: a process that has imported
-heavy modules once, so that a job need not import them. It ends when its runner has ended. The
-agents go on. The modules must not start threads, run tensor operations or initialise CUDA when they
-are imported, because none of these survives a fork.
+On a runner's machine, agents are forked on Linux from the *fork server* of `multiprocessing`: a
+process that has imported heavy modules once, so that a job need not import them. It ends when its
+runner has ended. The agents go on. The modules must not start threads, run tensor operations or
+initialise CUDA when they are imported, because none of these survives a fork.
+
+Elsewhere, an engine such as Slurm starts `python -m jobs.agent`, with the variables JOB_URL and
+JOB_TICKET.
 """
 
 import atexit
@@ -16,24 +19,26 @@ import contextlib
 import errno
 import fcntl
 import gc
-import json
 import logging
 import math
 import multiprocessing
 import os
 import runpy
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess, SpawnProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jobs.attempt import AttemptOnHub, Calls, lay_out, until_it_works
 from jobs.errors import (
     TEMPORARY_FAILURE,
     JobNotFound,
@@ -42,9 +47,9 @@ from jobs.errors import (
     StoreError,
     is_temporary,
 )
-from jobs.folder import COMPUTING, LOG, OUTCOME, PAYLOAD, SPEC, prepare_job_folder, write_by_rename
-from jobs.job import SHORT_SPINS, Job, thread_variables
-from jobs.outcome_of_exit import Exit, StopReason, record_end
+from jobs.folder import COMPUTING, LOG
+from jobs.job import SHORT_SPINS, Job, job_environment, thread_variables
+from jobs.outcome_of_exit import Exit, StopReason, outcome_of_exit, time_limit
 from jobs.process import (
     IS_LINUX,
     ProcessIdentity,
@@ -57,7 +62,6 @@ from jobs.process import (
     signal_session,
 )
 from jobs.settings import JobsSettings
-from jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
 
@@ -66,21 +70,19 @@ BEAT_NOW = signal.SIGUSR1
 because somebody has cancelled the job. SIGTERM means that the runner is being stopped: the agent
 ends the command, and the job gets another attempt."""
 
-_SECONDS_AFTER_ERROR = 1.0
-_GIVE_UP_SECONDS = 600.0
+URL, TICKET = "JOB_URL", "JOB_TICKET"
+"""The variables that an agent elsewhere gets: the URL of its attempt on a hub, and the ticket for
+the start of it."""
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What an agent gets from its runner. It may hold secrets, so it is never written to disk."""
+    """What an agent runs. It may hold secrets, so it is never written to disk."""
 
     job_id: str
-    owner: str
-    """The owner of the lease (`Job.owner`)."""
-    store: str
-    """`JobStore.location`."""
+    calls: Calls
     jobs_dir: Path
     command: tuple[str, ...]
     env: Mapping[str, str]
@@ -100,7 +102,8 @@ def run(attempt: Attempt) -> None:
     The agent forks the process of the command. In that process, this function returns or raises
     when the command has ended, if it is a Python module. The caller must then exit as Python does.
     """
-    os.setsid()
+    with contextlib.suppress(PermissionError):  # it leads one already
+        os.setsid()
     # Keep the objects of the preloaded modules out of garbage collection, which would write to
     # their memory. Both processes share this memory with the process that has imported the modules.
     gc.freeze()
@@ -112,7 +115,7 @@ def run(attempt: Attempt) -> None:
     # Block stop signals before the fork. A signal that arrives before the command's process has
     # restored the default action waits until then, instead of being lost (on Linux).
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-    # Fork before the agent connects to the database: connections do not survive a fork.
+    # Fork before the agent opens the store: its connections do not survive a fork.
     command_pid = os.fork()
     if command_pid == 0:
         os.close(go)
@@ -140,7 +143,6 @@ class _Agent:
         me = identify(os.getpid())
         assert me is not None
         self._me: ProcessIdentity = me
-        self._store: JobStore
         self._job: Job
         self._exit: Exit | None = None
         """How the command ended. None while it runs."""
@@ -156,10 +158,10 @@ class _Agent:
             if prctl is not None:
                 # If the command leaves processes behind, this process becomes their parent.
                 prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            self._until_it_works(self._begin)
+            until_it_works(self._attempt.job_id, self._begin)
             self._watch()
             self._end_processes()
-            self._until_it_works(self._finish)
+            until_it_works(self._attempt.job_id, self._finish)
         except (LeaseLost, JobNotFound) as error:
             logger.warning("%s", error)
         except BaseException:
@@ -168,29 +170,11 @@ class _Agent:
             self._end_processes()
             os._exit(0)
 
-    def _until_it_works(self, call: Callable[[], None]) -> None:
-        """If the store is gone for good, give up: a runner then ends the attempt."""
-        give_up = time.monotonic() + _GIVE_UP_SECONDS
-        while True:
-            try:
-                return call()
-            except (StoreError, OSError) as error:
-                is_lasting = not isinstance(error, StoreError) and not is_temporary(error)
-                if is_lasting or time.monotonic() > give_up:
-                    raise
-                logger.error("Job %s: %s; trying again", self._attempt.job_id, error)
-            time.sleep(_SECONDS_AFTER_ERROR)
-
     def _begin(self) -> None:
-        attempt, job_dir = self._attempt, self._attempt.job_dir
-        self._store = JobStore.open(attempt.store)
-        job = self._job = self._store.started(attempt.job_id, attempt.owner, name_of(self._me))
+        attempt = self._attempt
+        job = self._job = attempt.calls.start(name_of(self._me))
         try:
-            prepare_job_folder(job_dir, job.identity)
-            (job_dir / OUTCOME).unlink(missing_ok=True)
-            write_by_rename(job_dir / SPEC, job.spec.model_dump_json(indent=2))
-            if job.payload is not None:
-                write_by_rename(job_dir / PAYLOAD, json.dumps(job.payload))
+            lay_out(attempt.job_dir, job)
             _hold_computing_lock(attempt.jobs_dir / COMPUTING)
         except OSError as error:
             code = TEMPORARY_FAILURE if is_temporary(error) else 1
@@ -221,17 +205,15 @@ class _Agent:
             self._reap()
 
     def _beat(self, now: float) -> None:
-        attempt, settings = self._attempt, self._attempt.settings
-        self._next_beat = now + settings.heartbeat_seconds
+        self._next_beat = now + self._attempt.settings.heartbeat_seconds
         try:
-            job = self._store.heartbeat(attempt.job_id, attempt.owner, settings.lease_seconds)
-            limit = settings.timeout_seconds
-            if self._stop_reason is None and limit is not None and job.started_at is not None:
-                self._deadline = now + limit - (self._store.now() - job.started_at)
+            orders = self._attempt.calls.beat()
         except StoreError as error:
             logger.error("%s Trying again.", error)
             return
-        if job.cancel_requested:
+        if self._stop_reason is None and orders.seconds_left is not None:
+            self._deadline = now + orders.seconds_left
+        if orders.cancel:
             self._stop("cancel", now)
 
     def _stop(self, reason: StopReason, now: float) -> None:
@@ -254,8 +236,9 @@ class _Agent:
 
     def _finish(self) -> None:
         assert self._exit is not None
-        job_dir, settings = self._attempt.job_dir, self._attempt.settings
-        record_end(self._store, self._job, job_dir, self._exit, self._stop_reason, settings)
+        attempt, limit = self._attempt, time_limit(self._job, self._attempt.settings)
+        result = outcome_of_exit(self._job, attempt.job_dir, self._exit, self._stop_reason, limit)
+        attempt.calls.finish(result)
 
     def _end_processes(self) -> None:
         """Kill the command and all processes that it has started. When one of them ends, its
@@ -451,3 +434,66 @@ def _environment() -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+# An agent elsewhere
+
+
+def main() -> int:
+    """The program of an agent elsewhere. Returns 0 when the attempt has ended, however it ended,
+    and if another agent has begun it: an engine that starts a program again does no harm."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each call
+    try:
+        url, ticket = os.environ.pop(URL), os.environ.pop(TICKET)
+    except KeyError as missing:
+        print(f"{missing} is not set: a runner sets it for the agents of attempts", file=sys.stderr)
+        return 2
+    folder = tempfile.mkdtemp(prefix="hotpush-")
+    # The agent must lead a session, and a process that a shell has started cannot. So fork.
+    agent = os.fork()
+    if agent == 0:
+        _run_elsewhere(url, ticket, Path(folder))
+        return 0
+    for number in _STOP_SIGNALS:
+        signal.signal(number, lambda *_: send_signal(agent, signal.SIGTERM))
+    os.waitpid(agent, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _run_elsewhere(url: str, ticket: str, folder: Path) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    # A runner must not take it for a process of its own machine: a container may have its name.
+    handle = f"elsewhere:{name_of(me)}"
+    try:
+        hub = until_it_works(url, lambda: AttemptOnHub(url, ticket, folder, handle))
+    except (LeaseLost, StoreError) as error:
+        logger.warning("%s", error)
+        os._exit(0)
+    started = hub.started
+    job, settings = started.job, started.settings
+    # A command names `python`: it is the one that runs this agent.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    env = job_environment(
+        job,
+        folder / job.id,
+        {**os.environ, **started.variables, "HF_ENDPOINT": hub.hub_url, URL: url, "PATH": path},
+        num_threads=settings.threads(),
+        unsealed=started.unsealed,
+    )
+    run(
+        Attempt(
+            job_id=job.id,
+            calls=hub,
+            jobs_dir=folder,
+            command=job.spec.command,
+            env=env,
+            settings=settings,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

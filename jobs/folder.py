@@ -23,6 +23,8 @@ OUTCOME = "outcome.json"
 When the job's next attempt begins, this file is removed."""
 LOG = "log.txt"
 """The output of the command, from all attempts of the job."""
+METRICS = "metrics.jsonl"
+"""A retraining appends its progress to this file."""
 COMPUTING = "computing"
 """This file is in the folder that contains all job folders. The agent of every running job holds a
 shared lock on this file. While any agent holds the lock, a completion server with the torch engine

@@ -252,8 +252,17 @@ def job_of_token(token: str, store: _Jobs, key: bytes) -> Job | None:
     return job if job.state == "RUNNING" and job.attempt == attempt else None
 
 
-def _signature(job_id: str, attempt: int, key: bytes) -> str:
-    message = f"attempt token {job_id} {attempt}".encode()
+def start_ticket(job: Job, key: bytes) -> str:
+    """Lets one agent begin the job's current attempt (`jobs/attempt.py`), and nothing else."""
+    return _signature(job.id, job.attempt, key, "start ticket")
+
+
+def is_start_ticket(ticket: str, job: Job, key: bytes) -> bool:
+    return hmac.compare_digest(ticket.encode(), start_ticket(job, key).encode())
+
+
+def _signature(job_id: str, attempt: int, key: bytes, kind: str = "attempt token") -> str:
+    message = f"{kind} {job_id} {attempt}".encode()
     return hmac.new(key, message, hashlib.sha256).hexdigest()
 
 

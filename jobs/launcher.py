@@ -148,13 +148,13 @@ class EngineStatus:
 
 class Launcher:
     def __init__(self, settings: LauncherSettings) -> None:
-        self._settings = settings
+        self.settings = settings
 
     def submit(self, name: str, environment: Mapping[str, str], resources: Resources) -> None:
         """Start the agent under this name with these variables, unless the engine knows the name
         already. Raises LaunchError if the engine refuses, or cannot say whether it knows the name,
         because the agent might then be started twice."""
-        settings = self._settings
+        settings = self.settings
         if fault := settings.misfit(resources):
             raise LaunchError(f"{name} cannot be launched with `{settings.submit[0]}`: {fault}.")
         is_well, told = self._run(settings.status, name)
@@ -179,21 +179,21 @@ class Launcher:
             raise _launch_error(f"submit {name}", settings.submit, told)
 
     def status(self, name: str) -> EngineStatus:
-        is_well, told = self._run(self._settings.status, name)
+        is_well, told = self._run(self.settings.status, name)
         return EngineStatus(self._find(is_well, told) or "unknown", told[-_TOLD_CHARACTERS:])
 
     def cancel(self, name: str) -> None:
         """End the job of this name, if there is one. Raises LaunchError if the engine fails."""
-        is_well, told = self._run(self._settings.cancel, name)
+        is_well, told = self._run(self.settings.cancel, name)
         if not is_well and self._find(is_well, told) is None:
-            raise _launch_error(f"cancel {name}", self._settings.cancel, told)
+            raise _launch_error(f"cancel {name}", self.settings.cancel, told)
 
     def _find(self, is_well: bool, told: str) -> EngineState | None:
         """The state of which the answer has a word. A command that fails can only say that there
         is no such job: its other words are about the failure."""
         states: tuple[EngineState, ...] = get_args(EngineState) if is_well else ("unknown",)
         for state in states:
-            words = self._settings.states.get(state, ())
+            words = self.settings.states.get(state, ())
             for word in (words,) if isinstance(words, str) else words:
                 if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", told):
                     return state
@@ -207,7 +207,7 @@ class Launcher:
         environment: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
         """Run a command. Returns whether it succeeded, and what it printed."""
-        known = {"name": name, "options": self._settings.options, **(values or {})}
+        known = {"name": name, "options": self.settings.options, **(values or {})}
         words = [filled for word in command for filled in _fill(word, known)]
         # Files and not pipes: what a command leaves running may hold a pipe open for ever.
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:

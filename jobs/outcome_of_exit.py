@@ -34,37 +34,26 @@ class Exit:
     """Why the command could not be started. None if it was started."""
 
 
-def record_end(
-    store: JobStore,
-    job: Job,
-    job_dir: Path,
-    exit: Exit,
-    stop_reason: StopReason | None,
-    settings: JobsSettings,
+def record_result(
+    store: JobStore, job: Job, result: "JobOutcome | Lost | None", settings: JobsSettings
 ) -> Job:
-    """Record the end of the job's attempt, by the rules of `outcome_of_exit`. Returns the job: it
-    has ended, or gets another attempt. Raises LeaseLost, StoreError, and OSError as
-    `outcome_of_exit` does."""
+    """Record the end of the job's attempt, as `outcome_of_exit` has decided. Returns the job: it
+    has ended, or gets another attempt. Raises LeaseLost and StoreError."""
     assert job.owner is not None
-    result = outcome_of_exit(job, job_dir, exit, stop_reason, settings.timeout_seconds)
     if isinstance(result, Lost):
-        if stop_reason == "shutdown":
+        if result.is_shutdown:
             return store.release(job.id, job.owner)
         lost = outcome_of(job, "failed", stage="lost", reason=result.reason)
         return store.retry(job.id, job.owner, lost)
-    return record_outcome(store, job, result, settings)
-
-
-def record_outcome(
-    store: JobStore, job: Job, outcome: JobOutcome | None, settings: JobsSettings
-) -> Job:
-    """Record this outcome of the job's attempt. If the failure may pass, the job normally gets
-    another attempt."""
-    assert job.owner is not None
-    if outcome is not None and outcome.result == "failed" and outcome.may_pass:
+    if result is not None and result.result == "failed" and result.may_pass:
         wait = settings.retry_seconds * _RETRY_FACTOR**job.num_lost
-        return store.retry(job.id, job.owner, outcome, wait)
-    return store.finish(job.id, job.owner, outcome)
+        return store.retry(job.id, job.owner, result, wait)
+    return store.finish(job.id, job.owner, result)
+
+
+def time_limit(job: Job, settings: JobsSettings) -> float | None:
+    """How long the job may run, in seconds, all attempts together. None if there is no limit."""
+    return job.spec.timeout_seconds or settings.timeout_seconds
 
 
 @dataclass(frozen=True)
@@ -73,6 +62,8 @@ class Lost:
     stopped, or the attempt's process vanished or was killed before it had written an outcome."""
 
     reason: str
+    is_shutdown: bool = False
+    """Whether the runner was stopped. Such an attempt does not count."""
 
 
 def outcome_of_exit(
@@ -146,7 +137,7 @@ def outcome_of_exit(
         )
         return failed(stage="timeout", reason=reason)
     if stop_reason == "shutdown":
-        return Lost("The job's runner was stopped.")
+        return Lost("The job's runner was stopped.", is_shutdown=True)
     if code == 0:
         return None
     if code is None:

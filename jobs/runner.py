@@ -4,8 +4,15 @@ A lease gives an attempt to its agent for some seconds, and the agent extends it
 several runners may share one store, and a job goes on when its runner dies. If the agent dies, a
 runner ends the attempt: at once if the agent was on the runner's own machine, otherwise when the
 lease has run out. The job then normally gets another attempt.
+
+A job may name a launcher: then an engine, such as Slurm, starts the agent. When such an agent
+begins and ends, the store learns from the agent, like everywhere. A runner asks the engine only
+when a lease has run out: while the engine has the attempt in its queue, the lease is extended;
+otherwise the engine says why the agent is gone.
 """
 
+import contextlib
+import hashlib
 import itertools
 import logging
 import os
@@ -14,14 +21,26 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from jobs.agent import BEAT_NOW, Attempt, ForkServer
+from jobs.agent import BEAT_NOW, TICKET, URL, Attempt, ForkServer
+from jobs.attempt import AttemptInStore
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
-from jobs.job import FindHead, Job, delivery_ids, job_environment, log_fields, outcome_of, unseal
+from jobs.job import (
+    FindHead,
+    Job,
+    delivery_ids,
+    job_environment,
+    log_fields,
+    outcome_of,
+    start_ticket,
+    unseal,
+)
+from jobs.launcher import EngineStatus, Launcher
 from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import Exit, StopReason, record_end, record_outcome
+from jobs.outcome_of_exit import Exit, Lost, StopReason, outcome_of_exit, record_result, time_limit
 from jobs.process import (
     ProcessIdentity,
     identify,
@@ -32,6 +51,7 @@ from jobs.process import (
     send_signal,
 )
 from jobs.settings import JobsSettings
+from jobs.spec import LOCAL
 from jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
@@ -40,6 +60,11 @@ _SECONDS_AFTER_ERROR = 1.0
 """How long a runner waits after the store has failed, before it tries to use the store again."""
 _ALIVE_SECONDS = 0.25
 """A runner updates the modification time of its `alive_file` at most once in this time."""
+_ENGINE_CALLS = 4
+"""How many commands of engines run at once. Each may take some seconds."""
+_MAX_SUBMITTING = 4 * _ENGINE_CALLS
+_ENDING_SECONDS = 10.0
+"""How long an agent may need to exit after its attempt has ended."""
 _STOP_SECONDS = 10.0
 """A runner that is being stopped kills an agent that still runs this long after the agent should
 have killed its command."""
@@ -56,8 +81,11 @@ class Runner:
             tokens.
         find_head: Reads the head of a ref for `JobStore.claim`.
         start_agent: Starts the agent of an attempt. Default: the fork server of this process.
-        secret_key: The Fernet key that encrypted the secrets in specs. Without this key, a job with
-            secrets fails to start.
+        launchers: Name → the launcher that jobs with this name in their spec need.
+        hub_url: The hub that agents elsewhere call, unless their launcher's settings name another
+            URL of it.
+        secret_key: The Fernet key that encrypted the secrets in specs, and signs tickets. Without
+            this key, a job with secrets or a launcher fails to start.
         alive_file: While the runner works, it updates the modification time of this file several
             times a second (less often while the store fails). If the runner hangs, the modification
             time stays old, and another program can notice the hang.
@@ -73,6 +101,8 @@ class Runner:
         of_attempt: Callable[[Job], Mapping[str, str]] = lambda job: {},
         find_head: FindHead | None = None,
         start_agent: Callable[[Attempt], None] | None = None,
+        launchers: Mapping[str, Launcher] = {},
+        hub_url: str = "",
         secret_key: bytes | None = None,
         alive_file: Path | None = None,
     ) -> None:
@@ -85,6 +115,14 @@ class Runner:
         self._find_head = find_head
         self._start_agent = start_agent
         self._fork_server: ForkServer | None = None
+        self._launchers = launchers
+        self._hub_url = hub_url
+        self._engine_calls = ThreadPoolExecutor(_ENGINE_CALLS, "engine")
+        self._elsewhere: dict[str, Job] = {}
+        """The attempts that have a launcher, of all runners."""
+        self._submitting: dict[str, tuple[Job, Future[None]]] = {}
+        self._asked: dict[str, Future[EngineStatus]] = {}
+        """All three by the owners of the attempts."""
         self._alive_file = alive_file
         self._next_touch = 0.0
         me = identify(os.getpid())
@@ -93,8 +131,8 @@ class Runner:
         """The owners of this runner's attempts begin with this text."""
         self._numbers = itertools.count(1)
         self._running: dict[str, Job] = {}
-        """The attempts that this runner watches: its own, and those that a dead runner of this
-        machine has started. Owner → job."""
+        """The attempts on this machine that this runner watches: its own, and those that a dead
+        runner has started. Owner → job."""
         self._told: set[str] = set()
         """The owners of the attempts that this runner has asked to end."""
         self._seen: int | None = None
@@ -113,6 +151,12 @@ class Runner:
         store fails after `stop` was set, and LaunchError if `jobs_dir` cannot be used.
         """
         self._prepare()
+        try:
+            self._run(stop, until_idle)
+        finally:
+            self._engine_calls.shutdown()
+
+    def _run(self, stop: threading.Event, until_idle: bool) -> None:
         while True:
             try:
                 self._step(is_stopping=stop.is_set())
@@ -164,6 +208,7 @@ class Runner:
             self._next_look = now + self._settings.heartbeat_seconds
             self._look()
             self._end_expired(now, is_stopping=is_stopping)
+        self._check_submissions()
         for job in list(self._running.values()):
             if _is_dead(job) or (is_stopping and job.handle is None):
                 self._end_lost(job, is_stopping=is_stopping)
@@ -179,11 +224,19 @@ class Runner:
 
     def _look(self) -> None:
         """Read which attempts run now."""
-        running = {
-            job.owner: job
-            for job in self._store.list(state="RUNNING")
-            if job.owner is not None and (job.owner.startswith(self._name) or _is_left_behind(job))
-        }
+        running, elsewhere = {}, {}
+        for job in self._store.list(state="RUNNING"):
+            if job.owner is None:
+                continue
+            if job.spec.launcher != LOCAL:
+                elsewhere[job.owner] = job
+                if job.cancel_requested and job.handle is None:
+                    self._cancel_queued(job)
+            elif job.owner.startswith(self._name) or _is_left_behind(job):
+                running[job.owner] = job
+        for owner in self._elsewhere.keys() - elsewhere.keys():
+            self._clear_away(self._elsewhere[owner])
+        self._elsewhere = elsewhere
         ended = [job for owner, job in self._running.items() if owner not in running]
         self._running = running
         for job in ended:
@@ -204,7 +257,10 @@ class Runner:
             # An agent may be late because the store could not be reached, or because the machine
             # was suspended. So let it extend its lease first.
             if now > self._late[job.owner] + 2 * self._settings.heartbeat_seconds:
-                self._end_lost(job, is_stopping=is_stopping)
+                if job.spec.launcher == LOCAL:
+                    self._end_lost(job, is_stopping=is_stopping)
+                elif not is_stopping:
+                    self._ask_engine(job)
 
     def _tell(self, job: Job, *, is_stopping: bool) -> None:
         """Tell the agent, once, that it must end its attempt."""
@@ -242,7 +298,8 @@ class Runner:
             if is_of_another_job(job_dir, job.identity):
                 job_dir = job_dir / "none"
             reason: StopReason | None = "shutdown" if is_stopping else None
-            _log_end(record_end(self._store, job, job_dir, Exit(), reason, self._settings))
+            limit = time_limit(job, self._settings)
+            self._record(job, outcome_of_exit(job, job_dir, Exit(), reason, limit))
         except (LeaseLost, JobNotFound) as error:
             # The attempt has ended, or its agent has begun it since this runner has looked.
             logger.warning("%s", error)
@@ -258,7 +315,10 @@ class Runner:
             return
         if not changed and now < self._next_claim:
             return
-        while len(self._running) < self._settings.max_running:
+        while (
+            len(self._running) < self._settings.max_running
+            and len(self._submitting) < _MAX_SUBMITTING
+        ):
             owner = f"{self._name}.{next(self._numbers)}"
             job = self._store.claim(owner, self._settings.lease_seconds, self._find_head)
             if job is None:
@@ -272,7 +332,8 @@ class Runner:
                 ", ".join(delivery_ids(job)) or "none",
                 extra=log_fields(job),
             )
-            self._running[owner] = job
+            if job.spec.launcher == LOCAL:
+                self._running[owner] = job
             self._launch(job)
         wait = self._store.seconds_to_next()
         if wait is None or len(self._running) >= self._settings.max_running:
@@ -283,6 +344,8 @@ class Runner:
         assert job.owner is not None and self._start_agent is not None
         job_dir = self._jobs_dir / job.id
         try:
+            if job.spec.launcher != LOCAL:
+                return self._submit(job)
             env = job_environment(
                 job,
                 job_dir,
@@ -290,11 +353,16 @@ class Runner:
                 num_threads=self._settings.threads(),
                 unsealed=unseal(job.spec.sealed_env, self._secret_key),
             )
+            calls = AttemptInStore(
+                job_id=job.id,
+                owner=job.owner,
+                location=self._store.location,
+                settings=self._settings,
+            )
             self._start_agent(
                 Attempt(
                     job_id=job.id,
-                    owner=job.owner,
-                    store=self._store.location,
+                    calls=calls,
                     jobs_dir=self._jobs_dir,
                     command=job.spec.command,
                     env=env,
@@ -304,11 +372,97 @@ class Runner:
         except LaunchError as error:
             reason, may_pass = f"{job.id} could not start: {error}", is_temporary(error)
             outcome = outcome_of(job, "failed", stage="launch", reason=reason, may_pass=may_pass)
-            del self._running[job.owner]
-            try:
-                _log_end(record_outcome(self._store, job, outcome, self._settings))
-            except (LeaseLost, JobNotFound) as lost:
-                logger.warning("%s", lost)
+            self._running.pop(job.owner, None)
+            self._record(job, outcome)
+
+    def _record(self, job: Job, result: JobOutcome | Lost | None) -> None:
+        try:
+            _log_end(record_result(self._store, job, result, self._settings))
+        except (LeaseLost, JobNotFound) as lost:
+            logger.warning("%s", lost)
+
+    # Attempts on engines
+
+    def _submit(self, job: Job) -> None:
+        """Raises LaunchError."""
+        assert job.owner is not None
+        launcher = self._launchers.get(job.spec.launcher)
+        if launcher is None or self._secret_key is None:
+            raise LaunchError(
+                f"this runner has no launcher {job.spec.launcher!r}; add a table "
+                f"[launchers.{job.spec.launcher}] to its settings"
+            )
+        hub_url = launcher.settings.hub_url or self._hub_url
+        environment = {
+            URL: f"{hub_url.rstrip('/')}/api/jobs/{job.id}/attempts/{job.attempt}",
+            TICKET: start_ticket(job, self._secret_key),
+        }
+        submission = self._engine_calls.submit(
+            launcher.submit, _name_of_attempt(job), environment, job.spec.resources
+        )
+        self._submitting[job.owner] = (job, submission)
+
+    def _check_submissions(self) -> None:
+        for owner, (job, submission) in list(self._submitting.items()):
+            if submission.done():
+                del self._submitting[owner]
+                if (error := submission.exception()) is not None:
+                    # The engine may be away only now.
+                    reason = f"{job.id} could not start: {error}"
+                    failed = outcome_of(job, "failed", stage="launch", reason=reason, may_pass=True)
+                    self._record(job, failed)
+
+    def _ask_engine(self, job: Job) -> None:
+        """Decide about an attempt whose lease has run out, once its engine has answered."""
+        assert job.owner is not None
+        launcher, name = self._launchers.get(job.spec.launcher), _name_of_attempt(job)
+        if launcher is None or job.owner in self._submitting:
+            return  # another runner has this launcher
+        if job.owner not in self._asked:
+            self._asked[job.owner] = self._engine_calls.submit(launcher.status, name)
+        if not self._asked[job.owner].done():
+            return
+        status = self._asked.pop(job.owner).result()
+        if job.handle is None and status.state in ("queued", "running"):
+            with contextlib.suppress(LeaseLost, JobNotFound):  # ended meanwhile
+                self._store.heartbeat(job.id, job.owner, self._settings.lease_seconds)
+            return
+        what = "began" if job.handle is None else "went on"
+        reason = f"No agent {what} on {job.spec.launcher}: {status.state} ({status.told or name})."
+        stage = "launch" if job.handle is None else "lost"
+        failed = outcome_of(job, "failed", stage=stage, reason=reason, may_pass=True)
+        self._record(job, failed)
+
+    def _cancel_queued(self, job: Job) -> None:
+        """Cancel an attempt that no agent has begun."""
+        assert job.owner is not None
+        with contextlib.suppress(LeaseLost, JobNotFound):  # an agent has begun it meanwhile
+            _log_end(self._store.release(job.id, job.owner, only_unbegun=True))
+
+    def _clear_away(self, job: Job) -> None:
+        """Leave nothing of an attempt that has ended: neither in the engine's queue nor, for
+        example, a container that has ended."""
+        if (launcher := self._launchers.get(job.spec.launcher)) is not None:
+            self._engine_calls.submit(_clear_away, launcher, _name_of_attempt(job))
+
+
+def _clear_away(launcher: Launcher, name: str) -> None:
+    # The agent that has told of the end may still remove its files.
+    give_up = time.monotonic() + _ENDING_SECONDS
+    while launcher.status(name).state == "running" and time.monotonic() < give_up:
+        time.sleep(_SECONDS_AFTER_ERROR)
+    try:
+        launcher.cancel(name)
+    except LaunchError as error:
+        # An agent that starts in spite of this may not begin, because the attempt has ended.
+        logger.warning("%s", error)
+
+
+def _name_of_attempt(job: Job) -> str:
+    """By which an engine knows the attempt. The store of another stack may have a job of the same
+    id, but none of the same time."""
+    store = hashlib.sha256(f"{job.id} {job.created_at}".encode()).hexdigest()[:8]
+    return f"hotpush-{job.id}-{job.attempt}-{store}"
 
 
 def _agent_of(job: Job) -> ProcessIdentity | None:

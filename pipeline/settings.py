@@ -33,7 +33,7 @@ from jobs.folder import write_by_rename
 from jobs.launcher import PRESETS as LAUNCHER_PRESETS
 from jobs.launcher import LauncherSettings
 from jobs.settings import JobsSettings
-from jobs.spec import Resources, is_git_url
+from jobs.spec import LOCAL, Resources, is_git_url
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings, http_url
 from pipeline.logs import LogSettings
@@ -111,7 +111,7 @@ class PipelineSettings(BaseModel):
     """A command with its arguments, which gets the outcome of each job as JSON on standard input. A
     relative path of the program starts at the folder of the settings file. If your own trainer
     (`command`) succeeds without writing an `outcome.json`, there is no outcome to report."""
-    launcher: str = "local"
+    launcher: str = LOCAL
     """Where the jobs run: `local` for this machine, or NAME for the engine of [launchers.NAME]."""
     resources: Resources = Resources()
     data: DataSettings = DataSettings()
@@ -231,8 +231,8 @@ class Settings(BaseSettings):
             name, fault = pipeline.launcher, None
             if name in self.launchers:
                 fault = self.launchers[name].misfit(pipeline.resources)
-            elif name != "local":
-                known = ", ".join(["local", *self.launchers])
+            elif name != LOCAL:
+                known = ", ".join([LOCAL, *self.launchers])
                 fault = f"there is none of this name, only {known}; add a table [launchers.{name}]"
             elif pipeline.resources != Resources():
                 fault = "it takes no [pipelines.resources]; remove this table"

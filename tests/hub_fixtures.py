@@ -34,7 +34,7 @@ from pipeline.hub.repositories import (
     RepositoryName,
     repository_name,
 )
-from pipeline.hub.service import Remarks, database_path, folder_of, only_hub_in
+from pipeline.hub.service import Elsewhere, Remarks, database_path, folder_of, only_hub_in
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server
 from tests.jobs_fixtures import until as wait_until
@@ -200,6 +200,7 @@ def running_hub(
     limits: Limits | None = None,
     secret_key: bytes = SECRET_KEY,
     remarks_on: Remarks = lambda *_: (),
+    elsewhere: Elsewhere | None = None,
     token: str = TOKEN,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **settings: Any,
@@ -219,8 +220,10 @@ def running_hub(
             token=token,
             secret_key=secret_key,
             jobs_store=jobs_store,
+            jobs_dir=root.with_name("jobs"),
             needed_commits=needed_commits,
             remarks_on=remarks_on,
+            elsewhere=elsewhere,
         )
         server = Server(around(app), shutdown_seconds=10, limits=limits, lifespan="on")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

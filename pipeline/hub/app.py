@@ -27,6 +27,7 @@ from pipeline.hub.http_json import Json
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.routes import (
     administration,
+    attempts,
     commits,
     contents,
     discussions,
@@ -37,6 +38,7 @@ from pipeline.hub.routes import (
     webhooks,
 )
 from pipeline.hub.service import (
+    Elsewhere,
     Hub,
     HubOf,
     NeededCommits,
@@ -64,8 +66,10 @@ def create_app(
     token: str,
     secret_key: bytes,
     jobs_store: JobStore,
+    jobs_dir: Path,
     needed_commits: NeededCommits,
     remarks_on: Remarks = lambda *_: (),
+    elsewhere: Elsewhere | None = None,
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
@@ -73,6 +77,8 @@ def create_app(
     were created with its own token, and the token of each running job of `jobs_store`, to which
     webhooks can submit jobs. `secret_key` is a Fernet key: it encrypts the webhooks' secrets and
     signs the jobs' tokens.
+
+    `jobs_dir` contains the folders of the jobs, and `elsewhere` is for jobs on other machines.
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
@@ -111,6 +117,8 @@ def create_app(
                 metrics=metrics,
                 token=token,
                 jobs_store=jobs_store,
+                jobs_dir=jobs_dir,
+                elsewhere=elsewhere or Elsewhere(),
                 secret_key=secret_key,
                 needed_commits=needed_commits,
                 remarks_on=remarks_on,
@@ -132,8 +140,10 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the probes, the
-    # check of a README, and a grant in a URL or as an access token of Xet.
-    for open_router in (probes, commits.checks, large_files.transfers, large_files.xet):
+    # check of a README, a grant in a URL or as an access token of Xet, and the calls of agents.
+    for open_router in (
+        *(probes, commits.checks, large_files.transfers, large_files.xet, attempts.router),
+    ):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.

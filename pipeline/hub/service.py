@@ -33,7 +33,9 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Scope
 
-from jobs.job import COMMITTER_DOMAIN, PREFIX, job_of_token
+from jobs.job import COMMITTER_DOMAIN, PREFIX, Job, job_of_token
+from jobs.outcome import JobOutcome
+from jobs.settings import JobsSettings
 from jobs.store import JobStore
 from pipeline.hub.database import REPOS, Database, read_only, tokens
 from pipeline.hub.deliveries import HubMetrics
@@ -63,6 +65,18 @@ NeededCommits = Callable[[], Collection[str]]
 Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequence[str]]
 """Makes the lines that git prints after a push. The arguments are the repository, the open pull
 requests (ref → the ref of the branch that it is for), and the changes of the refs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """What jobs on other machines need of this one (`routes/attempts.py`)."""
+
+    settings: JobsSettings = field(default_factory=JobsSettings)
+    variables_of: Callable[[Job], Mapping[str, str]] = lambda job: {}
+    """Returns the variables that the current attempt of a job gets, such as its token."""
+    promote: Callable[[Job, JobOutcome], JobOutcome] = lambda job, outcome: outcome
+    """Takes the release that an attempt has uploaded, and has it served. Returns what the outcome
+    is then."""
 
 
 def database_path(root: Path) -> Path:
@@ -149,6 +163,9 @@ class Hub:
     token: str = field(repr=False)
     """The hub's own token."""
     jobs_store: JobStore
+    jobs_dir: Path
+    """Contains the folders of the jobs, with their logs."""
+    elsewhere: Elsewhere
     secret_key: bytes = field(repr=False)
     """A Fernet key: encrypts secrets, and signs the tokens of jobs and the URLs of large files."""
     needed_commits: NeededCommits

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.errors import is_temporary
-from jobs.folder import SPEC
+from jobs.folder import METRICS, SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange, is_git_url
 from pipeline.retrain.errors import HubAway, SnapshotError
@@ -55,7 +55,6 @@ PARAPHRASE_TOKEN = "PARAPHRASE_TOKEN"
 """The environment variable with the token of the larger model's server."""
 PROMOTION_DIR = "promotion"
 """The folder of these records, in that of a job whose own trainer has trained."""
-METRICS = "metrics.jsonl"
 CHECKPOINTS_DIR = "checkpoints"
 
 Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]

@@ -18,6 +18,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from jobs.agent import BEAT_NOW, Attempt, ForkServer
+from jobs.attempt import AttemptInStore
 from jobs.folder import COMPUTING, LOG, OUTCOME
 from jobs.job import Job
 from jobs.process import process_here
@@ -53,8 +54,12 @@ class Bench:
         self.server.start(
             Attempt(
                 job_id=job.id,
-                owner=job.owner,
-                store=self.store.location,
+                calls=AttemptInStore(
+                    job_id=job.id,
+                    owner=job.owner,
+                    location=self.store.location,
+                    settings=SETTINGS,
+                ),
                 jobs_dir=self.jobs_dir,
                 command=job.spec.command,
                 env=env,

@@ -16,7 +16,7 @@ from jobs.agent import Attempt
 from jobs.errors import HeadAway, LeaseLost, NoHead, PendingJob
 from jobs.job import Delivery, Head, Job, delivery_ids
 from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import record_outcome
+from jobs.outcome_of_exit import record_result
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
@@ -47,8 +47,8 @@ class Machine:
 
     def start(self, attempt: Attempt) -> None:
         if self.begins:
-            job = self.store.started(attempt.job_id, attempt.owner, "elsewhere 1 boot")
-            self.running[attempt.owner] = job
+            owner = attempt.calls.owner  # type: ignore[attr-defined]
+            self.running[owner] = self.store.started(attempt.job_id, owner, "elsewhere 1 boot")
         if self.kills_runner:
             raise Killed
 
@@ -252,7 +252,7 @@ class NewestCommit(RuleBasedStateMachine):
             {**facts, "result": "failed" if result == "passes" else result}
         )
         with contextlib.suppress(LeaseLost):
-            record_outcome(self.store, job, outcome, SETTINGS)
+            record_result(self.store, job, outcome, SETTINGS)
 
     @invariant()
     def at_most_one_process_has_a_valid_token(self) -> None:

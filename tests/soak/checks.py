@@ -10,9 +10,10 @@ from pathlib import Path
 import filelock
 import httpx
 
+from jobs.folder import METRICS
 from jobs.job import Job
 from pipeline.retrain.checkpoint import Checkpoint
-from pipeline.retrain.job import CHECKPOINT, METRICS, Metric, read_metrics, read_record
+from pipeline.retrain.job import CHECKPOINT, Metric, read_metrics, read_record
 from serving.weights.release_store import UNFINISHED, served_release
 from serving.weights.verify import verify_release
 from tests.soak.faults import POISON, OtherReceiver

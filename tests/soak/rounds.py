@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from pipeline.retrain.job import METRICS, Stage, read_metrics
+from jobs.folder import METRICS
+from pipeline.retrain.job import Stage, read_metrics
 from tests.soak import checks, disk
 from tests.soak.faults import DAMAGES, STALLED, damage, stalled
 from tests.soak.stack import STOPPED, VICTIMS, StackUnderFire, rows

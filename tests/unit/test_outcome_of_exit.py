@@ -9,7 +9,7 @@ import pytest
 from jobs.folder import OUTCOME
 from jobs.job import Job
 from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import Exit, Lost, StopReason, outcome_of_exit, record_end
+from jobs.outcome_of_exit import Exit, Lost, StopReason, outcome_of_exit, record_result
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
 from jobs.store import JobStore
@@ -77,7 +77,9 @@ def test_each_wait_is_four_times_the_one_before(tmp_path: Path) -> None:
     with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now) as store:
         store.submit(JobSpec(command=("train",), pipeline="faq"))
         for _ in range(2):
-            ended = record_end(store, claim(store), tmp_path, Exit(code=75), None, settings)
+            job = claim(store)
+            result = outcome_of_exit(job, tmp_path, Exit(code=75), None, None)
+            ended = record_result(store, job, result, settings)
             waits.append(ended.run_after - now)
             now += waits[-1]
     assert waits == [10.0, 40.0]

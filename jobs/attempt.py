@@ -1,0 +1,252 @@
+"""What the agent of an attempt and the store say to each other: `start` begins the attempt, `beat`
+extends its lease, and `finish` records its end.
+
+On a runner's machine, the agent opens the store itself (`AttemptInStore`). An agent elsewhere needs
+a URL and a *ticket* (`AttemptOnHub`): a hub makes the same calls for it
+(`pipeline/hub/routes/attempts.py`). The ticket is good for one agent's start. The answer has the
+attempt's token, which is good until the attempt ends, and the secrets of the job. So whoever reads
+a ticket in an engine's records later gets nothing for it.
+"""
+
+import functools
+import json
+import logging
+import re
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from jobs.errors import LeaseLost, StoreError, is_temporary
+from jobs.folder import (
+    IDENTITY,
+    LOG,
+    METRICS,
+    OUTCOME,
+    PAYLOAD,
+    SPEC,
+    prepare_job_folder,
+    write_by_rename,
+)
+from jobs.job import Job
+from jobs.outcome import JobOutcome
+from jobs.outcome_of_exit import Lost, record_result, time_limit
+from jobs.settings import JobsSettings
+from jobs.store import JobStore
+
+logger = logging.getLogger(__name__)
+
+_GIVE_UP_SECONDS = 600.0
+"""How long an agent tries to reach the store or the hub. Then a runner ends the attempt."""
+_SECONDS_AFTER_ERROR = 1.0
+_ANSWER_SECONDS = 30.0
+_FINISH_SECONDS = 600.0
+"""For an answer to `finish`: the hub may have to take a large release first."""
+PIECE_BYTES = 4 * 2**20
+_MAX_PIECES = 64
+"""At most so many pieces are sent in one beat, because the agent does nothing else meanwhile."""
+_MAX_RECORD_BYTES = 256 * 1024
+_RECORD = re.compile(r"[A-Za-z][\w-]{0,60}\.json")
+GROWING = (LOG, METRICS)
+"""The files of a job's folder to which every attempt appends."""
+
+
+Result = TypeVar("Result")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Started(_Message):
+    """The answer to an agent elsewhere whose attempt begins."""
+
+    job: Job
+    token: str
+    variables: dict[str, str]
+    """Of the attempt, for `job_environment`: the attempt's token and other secrets."""
+    unsealed: dict[str, str]
+    settings: JobsSettings
+    sizes: dict[str, int]
+    """How many bytes the hub has of each `GROWING` file, from earlier attempts."""
+
+
+class Orders(_Message):
+    """The answer to a heartbeat."""
+
+    cancel: bool
+    seconds_left: float | None
+    """Until the time limit of the job; None if it has none."""
+
+
+class Finish(_Message):
+    """How an attempt elsewhere ended: at most one field is set (`outcome_of_exit`)."""
+
+    outcome: JobOutcome | None = None
+    lost: Lost | None = None
+    records: dict[str, str] = {}
+    """The other files that the job has left in its folder: name → text."""
+
+
+class Calls(Protocol):
+    """All raise LeaseLost or JobNotFound if the attempt is not the current one of its job any more,
+    and StoreError if the store cannot be reached now."""
+
+    def start(self, handle: str) -> Job:
+        """`handle` names the agent. A second call with the same one changes nothing."""
+
+    def beat(self) -> Orders: ...
+
+    def finish(self, result: JobOutcome | Lost | None) -> None:
+        """Record the result of `outcome_of_exit`."""
+
+
+def beat(store: JobStore, job_id: str, owner: str, settings: JobsSettings) -> Orders:
+    job = store.heartbeat(job_id, owner, settings.lease_seconds)
+    limit = time_limit(job, settings)
+    is_limited = limit is not None and job.started_at is not None
+    left = limit - (store.now() - job.started_at) if is_limited else None  # type: ignore[operator]
+    return Orders(cancel=job.cancel_requested, seconds_left=left)
+
+
+def lay_out(job_dir: Path, job: Job) -> None:
+    """Prepare the job's folder for an attempt. Raises OSError."""
+    prepare_job_folder(job_dir, job.identity)
+    (job_dir / OUTCOME).unlink(missing_ok=True)
+    write_by_rename(job_dir / SPEC, job.spec.model_dump_json(indent=2))
+    if job.payload is not None:
+        write_by_rename(job_dir / PAYLOAD, json.dumps(job.payload))
+
+
+def until_it_works(job_id: str, call: Callable[[], Result]) -> Result:
+    """Call until the store or the hub answers. Raises the last error if it is gone for good, and
+    any other error at once."""
+    give_up = time.monotonic() + _GIVE_UP_SECONDS
+    while True:
+        try:
+            return call()
+        except (StoreError, OSError) as error:
+            is_lasting = not isinstance(error, StoreError) and not is_temporary(error)
+            if is_lasting or time.monotonic() > give_up:
+                raise
+            logger.error("Job %s: %s; trying again", job_id, error)
+        time.sleep(_SECONDS_AFTER_ERROR)
+
+
+@dataclass(kw_only=True)
+class AttemptInStore:
+    job_id: str
+    owner: str
+    """The owner of the lease (`Job.owner`)."""
+    location: str
+    """`JobStore.location`."""
+    settings: JobsSettings
+
+    def start(self, handle: str) -> Job:
+        # Not before: connections do not survive the fork of the agent.
+        self._store = JobStore.open(self.location)
+        self._job = self._store.started(self.job_id, self.owner, handle)
+        return self._job
+
+    def beat(self) -> Orders:
+        return beat(self._store, self.job_id, self.owner, self.settings)
+
+    def finish(self, result: JobOutcome | Lost | None) -> None:
+        record_result(self._store, self._job, result, self.settings)
+
+
+class AttemptOnHub:
+    """The calls of an agent elsewhere. `url` is the attempt's on a hub, and `jobs_dir` an empty
+    folder. The constructor begins the attempt; it raises the errors of `Calls`."""
+
+    def __init__(self, url: str, ticket: str, jobs_dir: Path, handle: str) -> None:
+        self._url = url
+        self._token = ticket
+        self.started = Started.model_validate_json(self._post("start", json={"handle": handle}))
+        self._token = self.started.token
+        self._dir = jobs_dir / self.started.job.id
+        self._sent = dict.fromkeys(GROWING, 0)
+
+    @property
+    def hub_url(self) -> str:
+        """As this machine reaches it."""
+        parts = urlsplit(self._url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+    def start(self, handle: str) -> Job:
+        return self.started.job
+
+    def beat(self) -> Orders:
+        """Also sends what the command has written to the `GROWING` files since the last call."""
+        for _ in range(_MAX_PIECES):
+            name, piece = self._next_piece()
+            where = {} if name is None else {"name": name, "offset": self._offset(name)}
+            orders = Orders.model_validate_json(self._post("beat", params=where, content=piece))
+            if name is None:
+                break
+            self._sent[name] += len(piece)
+            if orders.cancel:
+                break
+        return orders
+
+    def finish(self, result: JobOutcome | Lost | None) -> None:
+        while self._next_piece()[0] is not None:
+            self.beat()
+        finish = Finish(
+            outcome=result if isinstance(result, JobOutcome) else None,
+            lost=result if isinstance(result, Lost) else None,
+            records=_records(self._dir),
+        )
+        self._post("finish", timeout=_FINISH_SECONDS, content=finish.model_dump_json())
+
+    def _offset(self, name: str) -> int:
+        return self.started.sizes.get(name, 0) + self._sent[name]
+
+    def _next_piece(self) -> tuple[str | None, bytes]:
+        for name in GROWING:
+            with suppress(FileNotFoundError), (self._dir / name).open("rb") as file:
+                file.seek(self._sent[name])
+                if piece := file.read(PIECE_BYTES):
+                    return name, piece
+        return None, b""
+
+    def _post(self, call: str, timeout: float = _ANSWER_SECONDS, **request: Any) -> bytes:
+        # A connection of its own for each call: none survives a fork.
+        where = f"{self._url}/{call}"
+        headers = {"Authorization": f"Bearer {self._token}"}
+        try:
+            answer = httpx.post(
+                where, headers=headers, timeout=timeout, verify=_ssl_context(), **request
+            )
+        except httpx.HTTPError as error:
+            raise StoreError(f"The hub does not answer at {where}: {error!r}.") from error
+        if answer.is_success:
+            return answer.content
+        said = f"{where}: {answer.status_code}: {answer.text[:500]}"
+        if answer.status_code >= 500:
+            raise StoreError(said)
+        logger.warning("%s", said)
+        raise LeaseLost(self._url, "this agent")
+
+
+def _records(job_dir: Path) -> dict[str, str]:
+    paths = [each for each in sorted(job_dir.glob("*.json")) if is_record(each.name)]
+    small = [each for each in paths if each.stat().st_size <= _MAX_RECORD_BYTES]
+    return {each.name: each.read_text(errors="replace") for each in small}
+
+
+def is_record(name: str) -> bool:
+    """Whether this is a file that a job's command may write, for people and `pipeline` to read."""
+    return _RECORD.fullmatch(name) is not None and name not in (IDENTITY, SPEC, PAYLOAD)
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    return httpx.create_ssl_context()  # takes longer than a call

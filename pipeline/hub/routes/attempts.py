@@ -1,0 +1,163 @@
+"""The calls of agents elsewhere (`jobs/attempt.py`): the hub makes them on the job store.
+
+These routes check the ticket or the token by themselves: when another attempt has the job, the
+agent must get 409, which tells it to end, and not 401.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from jobs.attempt import (
+    GROWING,
+    PIECE_BYTES,
+    Finish,
+    Orders,
+    Started,
+    beat,
+    is_record,
+    lay_out,
+)
+from jobs.errors import JobNotFound, LeaseLost
+from jobs.folder import OUTCOME, write_by_rename
+from jobs.job import Job, attempt_token, is_start_ticket, job_of_token, unseal
+from jobs.outcome_of_exit import record_result
+from pipeline.hub.errors import BadRequest, Conflict, Unauthorized
+from pipeline.hub.http_json import Json, chunks, json_body
+from pipeline.hub.service import HubOf, sent_token
+
+_MAX_FINISH_BYTES = 8 * 2**20
+
+router = APIRouter(prefix="/api/jobs/{job_id}/attempts/{attempt:int}")
+
+
+class Start(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    handle: str
+
+
+def attempt_of(job_id: str, attempt: int, hub: HubOf) -> Job:
+    """The job, if this attempt has it now. Raises Conflict otherwise."""
+    try:
+        job = hub.jobs_store.get(job_id)
+    except JobNotFound:
+        job = None
+    if job is None or job.owner is None or job.attempt != attempt:
+        raise Conflict(f"Job {job_id} has no attempt {attempt} now: another one has it, or none.")
+    return job
+
+
+def begun(request: Request, hub: HubOf, job: Annotated[Job, Depends(attempt_of)]) -> Job:
+    """Also raises Unauthorized without the attempt's token."""
+    found = job_of_token(_sent(request), hub.jobs_store, hub.secret_key)
+    if found is None or found.id != job.id:
+        raise Unauthorized(f"This is not the token of this attempt of job {job.id}.")
+    return job
+
+
+Begun = Annotated[Job, Depends(begun)]
+
+
+@router.post("/start")
+def start(
+    request: Request,
+    hub: HubOf,
+    job: Annotated[Job, Depends(attempt_of)],
+    body: Annotated[Start, json_body(Start)],
+) -> Started:
+    if not is_start_ticket(_sent(request), job, hub.secret_key):
+        raise Unauthorized(f"This is not the ticket of this attempt of job {job.id}.")
+    assert job.owner is not None
+    try:
+        job = hub.jobs_store.started(job.id, job.owner, body.handle)
+    except (LeaseLost, JobNotFound) as error:
+        raise Conflict(str(error)) from None
+    _beat(hub, job)  # it may have waited in its engine's queue until its lease has run out
+    folder = hub.jobs_dir / job.id
+    lay_out(folder, job)
+    files = [folder / name for name in GROWING]
+    return Started(
+        job=job,
+        token=attempt_token(job, hub.secret_key),
+        variables=dict(hub.elsewhere.variables_of(job)),
+        unsealed=unseal(job.spec.sealed_env, hub.secret_key),
+        # These two are about this machine, and the URL may have a password.
+        settings=hub.elsewhere.settings.model_copy(update={"database_url": None, "preload": None}),
+        sizes={file.name: file.stat().st_size for file in files if file.exists()},
+    )
+
+
+@router.post("/beat")
+async def extend(
+    request: Request, hub: HubOf, job: Begun, name: str | None = None, offset: int = 0
+) -> Orders:
+    """The body is what comes at `offset` of the file `name`. If it is sent again, because its
+    answer was lost, nothing changes."""
+    if name is not None:
+        if name not in GROWING or offset < 0:
+            raise BadRequest(f"{name!r} from {offset} is no part of {' or '.join(GROWING)}.")
+        with _for_writing(hub.jobs_dir / job.id / name) as file:
+            async for chunk in chunks(request, max_bytes=PIECE_BYTES):
+                await run_in_threadpool(os.pwrite, file, chunk, offset)
+                offset += len(chunk)
+    return await run_in_threadpool(_beat, hub, job)
+
+
+@contextmanager
+def _for_writing(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _beat(hub: HubOf, job: Job) -> Orders:
+    assert job.owner is not None
+    try:
+        return beat(hub.jobs_store, job.id, job.owner, hub.elsewhere.settings)
+    except (LeaseLost, JobNotFound) as error:
+        raise Conflict(str(error)) from None
+
+
+@router.post("/finish")
+async def finish(
+    hub: HubOf, job: Begun, body: Annotated[Finish, json_body(Finish, max_bytes=_MAX_FINISH_BYTES)]
+) -> Json:
+    """Record the end. The release of a retraining is taken from the branch of the attempt before,
+    which may take minutes. Until then, the hub extends the lease in the agent's place."""
+    ending = asyncio.create_task(run_in_threadpool(_end, hub, job, body))
+    try:
+        while not (await asyncio.wait({ending}, timeout=hub.elsewhere.settings.heartbeat_seconds))[
+            0
+        ]:
+            await run_in_threadpool(_beat, hub, job)
+        return {"state": (await ending).state}
+    except (LeaseLost, JobNotFound) as error:
+        raise Conflict(str(error)) from None
+
+
+def _end(hub: HubOf, job: Job, finish: Finish) -> Job:
+    folder = hub.jobs_dir / job.id
+    for name, text in finish.records.items():
+        if not is_record(name):
+            raise BadRequest(f"A job must not write {name!r}.")
+        write_by_rename(folder / name, text)
+    outcome = finish.outcome
+    if outcome is not None and outcome.release is not None:
+        outcome = hub.elsewhere.promote(job, outcome)
+        write_by_rename(folder / OUTCOME, outcome.model_dump_json(indent=2))
+    return record_result(hub.jobs_store, job, finish.lost or outcome, hub.elsewhere.settings)
+
+
+def _sent(request: Request) -> str:
+    return sent_token(request.scope).decode("ascii", "replace")
