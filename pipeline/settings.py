@@ -109,6 +109,12 @@ class PipelineSettings(BaseModel):
     """A command with its arguments, which gets the outcome of each job as JSON on standard input. A
     relative path of the program starts at the folder of the settings file. If your own trainer
     (`command`) succeeds without writing an `outcome.json`, there is no outcome to report."""
+    push_to: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+    """A model repository `owner/name` on another hub. Each release that a job promotes is pushed
+    there, with your own token (see `base_model_endpoint`): `main` is the newest one, and each
+    release has a tag. If the repository does not exist, it is created as a private one."""
+    push_endpoint: str = Field(default=HUGGING_FACE, pattern=r"^https?://\S+$")
+    """The URL of the hub that has `push_to`."""
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
@@ -400,6 +406,8 @@ _HOW_TO_WRITE = {
     "dataset": "write it as OWNER/NAME, or as a git URL",
     "dataset_endpoint": "write `hub`, or a URL",
     "base_model_endpoint": "write `hub`, or a URL",
+    "push_to": "write it as OWNER/NAME",
+    "push_endpoint": "write a URL",
     "public_url": "write it as http://HOST or https://HOST",
 }
 """Key → how to write the value of this key. Lists only keys whose value is checked by a regular
