@@ -114,6 +114,12 @@ class PipelineSettings(BaseModel):
     launcher: str = LOCAL
     """Where the jobs run: `local` for this machine, or NAME for the engine of [launchers.NAME]."""
     resources: Resources = Resources()
+    push_to: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+    """A model repository `owner/name` on another hub. Each release that a job promotes is pushed
+    there, with your own token (see `base_model_endpoint`): `main` is the newest one, and each
+    release has a tag. If the repository does not exist, it is created as a private one."""
+    push_endpoint: str = Field(default=HUGGING_FACE, pattern=r"^https?://\S+$")
+    """The URL of the hub that has `push_to`."""
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
@@ -438,6 +444,8 @@ _HOW_TO_WRITE = {
     "dataset": "write it as OWNER/NAME, or as a git URL",
     "dataset_endpoint": "write `hub`, or a URL",
     "base_model_endpoint": "write `hub`, or a URL",
+    "push_to": "write it as OWNER/NAME",
+    "push_endpoint": "write a URL",
     "public_url": "write it as http://HOST or https://HOST",
     "hub_url": "write it as http://HOST or https://HOST",
     "memory": "write a whole number and K, M, G or T, such as 16G",

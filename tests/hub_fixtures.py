@@ -12,10 +12,11 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -203,6 +204,7 @@ def running_hub(
     elsewhere: Elsewhere | None = None,
     token: str = TOKEN,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
     **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own. around: an application that
@@ -224,6 +226,7 @@ def running_hub(
             needed_commits=needed_commits,
             remarks_on=remarks_on,
             elsewhere=elsewhere,
+            pipeline_dirs=pipeline_dirs,
         )
         server = Server(around(app), shutdown_seconds=10, limits=limits, lifespan="on")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

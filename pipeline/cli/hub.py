@@ -55,6 +55,7 @@ def hub(context: typer.Context) -> None:
             remarks_on=PushRemarks(
                 [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
             ),
+            pipeline_dirs={each.name: home.releases_dir / each.name for each in settings.pipelines},
         )
         serve(app, settings.hub)
 

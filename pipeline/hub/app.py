@@ -5,8 +5,9 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client import generate_latest
@@ -24,6 +25,7 @@ from pipeline.hub.deliveries import Deliverer, HubMetrics
 from pipeline.hub.errors import HubError, NotFound, NotSupported
 from pipeline.hub.events import EventLog, owner_id, reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
+from pipeline.hub.releases import Releases, sync_releases
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.routes import (
     administration,
@@ -70,6 +72,7 @@ def create_app(
     needed_commits: NeededCommits,
     remarks_on: Remarks = lambda *_: (),
     elsewhere: Elsewhere | None = None,
+    pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
@@ -82,7 +85,9 @@ def create_app(
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
-    names. `remarks_on` makes the lines that git shows the pusher after a push.
+    names. `remarks_on` makes the lines that git shows the pusher after a push. `pipeline_dirs` are
+    the folders of the pipelines' releases, by the pipeline's name; each release is a revision of
+    the model repository of this name.
 
     Raises HubError if another hub uses the folder, if another version wrote it, or if the folder of
     its repositories is missing. The app's lifespan opens the folder when the server starts, and
@@ -107,7 +112,13 @@ def create_app(
             log = EventLog(database=database, hub_url=settings.url)
             repositories = Repositories(root.absolute(), database)
             await reconcile_at_start(repositories, log)
-            upkeep = _keep_up(settings, repositories, log)
+            releases = Releases(
+                repositories=repositories,
+                log=log,
+                owner=settings.owner,
+                pipeline_dirs=pipeline_dirs,
+            )
+            upkeep = _keep_up(settings, releases)
             tasks = [asyncio.create_task(each) for each in (deliverer.run(), upkeep)]
             app.state.hub = Hub(
                 settings=settings,
@@ -122,6 +133,7 @@ def create_app(
                 secret_key=secret_key,
                 needed_commits=needed_commits,
                 remarks_on=remarks_on,
+                releases=releases,
                 git_slots=defaultdict(lambda: asyncio.Semaphore(settings.max_git_processes)),
             )
             try:
@@ -178,9 +190,12 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
     listen.serve(Server(app, shutdown_seconds=SHUTDOWN_SECONDS), listening)
 
 
-async def _keep_up(settings: HubSettings, repositories: Repositories, log: EventLog) -> None:
-    """Again and again, looks for refs that moved, and removes old deliveries."""
+async def _keep_up(settings: HubSettings, releases: Releases) -> None:
+    """Again and again, looks for releases that came or went and for refs that moved, and removes
+    old deliveries."""
+    repositories, log = releases.repositories, releases.log
     while True:
+        await sync_releases(releases)
         await asyncio.sleep(settings.reconcile_seconds)
         # After an error, the next time may succeed: the usual causes are a full disk and a locked
         # database.

@@ -19,14 +19,16 @@ from dataclasses import asdict, dataclass, field
 from sqlalchemy import Connection, insert
 
 from jobs.job import COMMITTER_DOMAIN
+from pipeline.hub.commits import first_commit
 from pipeline.hub.database import Database
 from pipeline.hub.database import events as table
 from pipeline.hub.errors import HubError
-from pipeline.hub.git import git, lines_of
+from pipeline.hub.git import Signature, git, lines_of
 from pipeline.hub.repositories import (
     RefChange,
     Repositories,
     Repository,
+    RepositoryName,
     known_refs,
     read_refs,
     ref_changes,
@@ -132,6 +134,22 @@ class EventLog:
             payload = compose(event, repository, webhook.id, self.hub_url, head_sha)
             ids.append(put(connection, webhook.id, seq, payload))
         return ids
+
+
+def create_repository(
+    repositories: Repositories, log: EventLog, name: RepositoryName, author: Signature | None
+) -> Repository:
+    """Creates a repository with a first commit by `author`, or without a commit if it is None.
+    Raises Conflict if the name is taken."""
+    # Git works before the transaction, because no push can be stored during it.
+    with repositories.prepared(name) as prepared:
+        first = [] if author is None else [first_commit(prepared, author)]
+        with log.database.write() as connection:
+            repository = repositories.add(connection, prepared)
+            if first:
+                remember(connection, repository, first)
+            log.record(connection, repository, Event(action="create"))
+    return repository
 
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:

@@ -31,7 +31,7 @@ PLACE = "GIT_PROJECT_ROOT"
 """The environment variable that tells a git process its repository. By this variable, the git
 processes of a killed hub are found."""
 KEEP_PREFIX = "refs/keep/"
-"""Refs that keep commits during a garbage collection (`routes/administration.py`)."""
+"""Refs that keep commits during a garbage collection (`garbage.py`)."""
 INCOMING_PREFIX = "refs/incoming/"
 """Refs to commits that the API is making (`commits.py`). If a killed hub left some, the next hub
 removes them when it starts."""

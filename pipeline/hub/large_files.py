@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,6 +77,21 @@ class LargeFiles:
             oid = oid or draft.hash.hexdigest()
             self._adopt(draft, oid)
         return oid
+
+    def link(self, source: Path, oid: str, size: int) -> None:
+        """Stores a file of this machine that nothing ever writes to again, as a second name of it
+        (a hard link), without reading it; `oid` must be its sha256. On another file system, stores
+        a copy, and raises as `store`."""
+        path = self.path(oid)
+        make_folder(path.parent, below=self._folder)
+        try:
+            os.link(source, path)
+        except FileExistsError:
+            return
+        except OSError:
+            with source.open("rb") as file:
+                self.store(iter(partial(file.read, CHUNK_BYTES), b""), oid, size)
+        fsync_dir(path.parent)
 
     def _adopt(self, draft: "_Draft", oid: str) -> None:
         """Moves a complete draft to its path. Raises BadRequest if it is not the announced file."""

@@ -158,7 +158,7 @@ def is_path(path: str) -> bool:
 
 
 # gc, autogc: git collects no garbage during a push, so that the push does not take longer. Commits
-# that no ref leads to are removed only by `routes/administration.py`.
+# that no ref leads to are removed only by `garbage.py`.
 # allowAnySHA1InWant: a client can fetch any commit by its sha. A job may need a commit that a
 # force-push removed from its branch.
 # fsync: a push that the hub has confirmed survives a power cut.

@@ -43,6 +43,7 @@ from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unautho
 from pipeline.hub.events import EventLog
 from pipeline.hub.git import Signature
 from pipeline.hub.http_json import chunks
+from pipeline.hub.releases import Releases, refresh
 from pipeline.hub.repositories import (
     REPOSITORY_TYPES,
     RefChange,
@@ -171,6 +172,7 @@ class Hub:
     needed_commits: NeededCommits
     """Returns the shas of the commits that releases and jobs need, in all repositories."""
     remarks_on: Remarks
+    releases: Releases
     git_slots: Mapping[str, asyncio.Semaphore]
     """One semaphore for each kind of git's work: `list` (of the refs), `clone` and `push`. A clone
     keeps its slot until its client has read the whole answer. The kinds have separate slots, so
@@ -337,8 +339,9 @@ async def named(request: Request, hub: HubOf) -> RepositoryName:
 Named = Annotated[RepositoryName, Depends(named)]
 
 
-def readable(hub: HubOf, _: Who, name: Named) -> Repository:
-    return hub.repositories.find(name)
+async def readable(hub: HubOf, _: Who, name: Named) -> Repository:
+    await refresh(hub.releases, name)
+    return await run_in_threadpool(hub.repositories.find, name)
 
 
 Readable = Annotated[Repository, Depends(readable)]
@@ -350,6 +353,7 @@ async def locked(hub: HubOf, _: Writer, name: Named) -> AsyncIterator[Repository
     Declare it after the body: while a body comes in, no lock is held, and the repository may be
     deleted or replaced.
     """
+    await refresh(hub.releases, name)
     async with hub.locked(name) as repository:
         yield repository
 

@@ -9,15 +9,16 @@ If the process is killed before the rename, the folder with the temporary name s
 publication, the next `prune`, or the next start of the server removes it.
 
 The files of a release are copies of the caller's files, never links to them. The caller may change
-the original files later, but a release must not change.
+the original files later, but a release must not change. Only `adopt_release` may link, to files of
+the hub, which never change.
 """
 
 import errno
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -45,11 +46,13 @@ from serving.weights.release import (
 from serving.weights.release_store import (
     UNFINISHED,
     is_checkpoint,
+    load_release,
     next_number,
+    release_ids,
     release_lock,
     sweep_locked,
 )
-from serving.weights.verify import check_network, check_tie
+from serving.weights.verify import check_network, check_tie, verify_layout, verify_shards
 
 if TYPE_CHECKING:
     import torch
@@ -165,12 +168,55 @@ def publish_state_dict(
             )
             if reasons := check_network(folder, release):
                 raise ReleaseError(*reasons)
-            (folder / RELEASE_FILE).write_text(release.model_dump_json(indent=2), "utf-8")
-            for written in (*folder.iterdir(), folder):
-                fsync(written)
-            os.rename(folder, pipeline_dir / release.id)
-            fsync(pipeline_dir)
+            _finish(folder, pipeline_dir, release)
     return release
+
+
+def adopt_release(
+    pipeline_dir: Path, release: Release, put_file: Callable[[str, Path], None]
+) -> Path:
+    """Publish a release that was made elsewhere, and return its folder.
+
+    `put_file(name, path)` puts the file `name` of the release at `path`, or does nothing if it has
+    no such file. It may make a hard link to a file that nothing ever writes to again.
+
+    The release gets the next number of this folder, because its own number may be taken here. If
+    it was adopted before and is still there, this returns the folder from then. Raises ReleaseError
+    with all reasons if the files do not match the manifest, and NotEnoughSpace. After an error,
+    nothing is left.
+    """
+    if release.pipeline != (pipeline := pipeline_dir.name):
+        raise ReleaseError(
+            f"{RELEASE_FILE}: the release is of the pipeline {release.pipeline!r}, not {pipeline!r}"
+        )
+    pipeline_dir.mkdir(parents=True, exist_ok=True)
+    digest = release.id.rpartition("-")[2]
+    with release_lock(pipeline_dir):
+        sweep_locked(pipeline_dir)
+        for known in (each for each in release_ids(pipeline_dir) if each.endswith(digest)):
+            with suppress(ReleaseError):  # a damaged release is not the same
+                same = load_release(pipeline_dir / known).model_copy(update={"id": release.id})
+                if same == release:
+                    return pipeline_dir / known
+        with _unfinished_folder(pipeline_dir) as folder:
+            for name in release.files:
+                if Path(name).name == name:  # `verify_layout` refuses any other name
+                    put_file(name, folder / name)
+            if reasons := verify_layout(folder, release) or verify_shards(folder, release):
+                raise ReleaseError(*reasons)
+            number = next_number(pipeline_dir)
+            adopted = release.model_copy(update={"id": f"r{number:06d}-{digest}"})
+            _finish(folder, pipeline_dir, adopted)
+    return pipeline_dir / adopted.id
+
+
+def _finish(folder: Path, pipeline_dir: Path, release: Release) -> None:
+    """Writes the manifest into the unfinished `folder`, and makes the release visible."""
+    (folder / RELEASE_FILE).write_text(release.model_dump_json(indent=2), "utf-8")
+    for written in (*folder.iterdir(), folder):
+        fsync(written)
+    os.rename(folder, pipeline_dir / release.id)
+    fsync(pipeline_dir)
 
 
 @contextmanager

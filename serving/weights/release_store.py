@@ -49,8 +49,8 @@ folder with this prefix exists while the lock is free, the process that made thi
 or could not finish.
 """
 
-_RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
-ReleaseId = Annotated[str, Field(pattern=rf"^{_RELEASE_ID.pattern}$")]
+RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
+ReleaseId = Annotated[str, Field(pattern=rf"^{RELEASE_ID.pattern}$")]
 
 
 class Served(BaseModel):
@@ -82,7 +82,7 @@ class Served(BaseModel):
 def release_number(release_id: str) -> int:
     """The number in a release id: 42 for `r000042-1f3ac9d2`. Raises ReleaseError if the text is not
     a release id."""
-    match = _RELEASE_ID.fullmatch(release_id)
+    match = RELEASE_ID.fullmatch(release_id)
     if match is None:
         raise ReleaseError(
             f"{release_id!r} is not a release id; a release id looks like r000042-1f3ac9d2"
@@ -133,7 +133,7 @@ def release_ids(pipeline_dir: Path) -> list[str]:
     found = [
         entry.name
         for entry in os.scandir(pipeline_dir)
-        if _RELEASE_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        if RELEASE_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
     ]
     return sorted(found, key=release_number)
 

@@ -65,7 +65,7 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     The engines check the digest of each tensor when they read the tensor, so this function is
     enough for a swap. vLLM reads the files itself when it starts, so `verify_shards` runs before.
     """
-    reasons = _check_files(folder, release)
+    reasons = check_files(folder, release)
     if not reasons:
         reasons = [*_check_index(folder, release), *_check_headers(folder, release)]
     return tuple(reasons or check_tie(folder, release))
@@ -94,7 +94,9 @@ def wrong_digest(file: str, name: str, *, found: str, expected: str) -> str:
     return f"{file}: tensor {name}: digest is {found}…, not {expected}…"
 
 
-def _check_files(folder: Path, release: Release) -> list[str]:
+def check_files(folder: Path, release: Release) -> list[str]:
+    """The faults that `verify_layout` finds without the index and the headers: in the id, in names
+    and sizes, and in the files that are not safetensors."""
     reasons = []
     if not release.id.endswith(f"-{(digest := files_digest(release.files))}"):
         reasons.append(f"{RELEASE_FILE}: the id {release.id} should end with {digest}")

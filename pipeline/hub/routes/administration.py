@@ -9,12 +9,10 @@ it by its sha. Only `sweep` removes such commits. Git itself never does it (`gc.
 step may be repeated. So if one is killed, it can be started again.
 """
 
-import contextlib
 import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from typing import TypedDict, get_args
 
 from fastapi import APIRouter, Depends
@@ -23,13 +21,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from pipeline.hub import xet
-from pipeline.hub.contents import all_commits, all_objects, look_up, pointers_of
+from pipeline.hub.contents import all_commits, look_up
 from pipeline.hub.database import Database, events
 from pipeline.hub.database import tokens as table
 from pipeline.hub.errors import BadRequest, Conflict, HubError, NotFound
-from pipeline.hub.git import KEEP_PREFIX, PUSHED_PREFIXES, git, lines_of
+from pipeline.hub.garbage import sweep
+from pipeline.hub.git import PUSHED_PREFIXES, git, lines_of
 from pipeline.hub.http_json import Json, iso_time
-from pipeline.hub.large_files import GRACE_SECONDS, LargeFiles
+from pipeline.hub.large_files import GRACE_SECONDS
+from pipeline.hub.releases import sync_releases
 from pipeline.hub.repositories import (
     SHA,
     Repository,
@@ -85,7 +85,13 @@ def revoke_token(hub: HubOf, name: str) -> Json:
     return {"revoked": name}
 
 
-@router.post("/gc")
+async def without_removed_releases(hub: HubOf) -> None:
+    """Removes the tags and files of releases that are gone from the disk, so that what follows
+    leaves none of them."""
+    await sync_releases(hub.releases)
+
+
+@router.post("/gc", dependencies=[Depends(without_removed_releases)])
 async def gc(hub: HubOf) -> Json:
     """Cleans all repositories: removes the commits that are on no branch any more and that no
     release, job or stored event needs, and the large files that no commit names. Pushes to a
@@ -100,7 +106,7 @@ async def gc(hub: HubOf) -> Json:
 
 
 @router.get(_PURGE)
-@router.post(_PURGE)
+@router.post(_PURGE, dependencies=[Depends(without_removed_releases)])
 def purge_commit(request: Request, hub: HubOf, repository: Locked, sha: str) -> Json:
     """Removes a commit that was pushed by mistake. With GET, only says what a purge would remove.
     The answer is 409 if the history of a branch, a tag or an open pull request still has the
@@ -146,52 +152,6 @@ def collect_garbage(
     xet.empty(repository.folder, grace_seconds=GRACE_SECONDS)
     num_removed = num_before - len(all_commits(repository))
     return Counter(released=num_removed, large_bytes=large_bytes)
-
-
-def sweep(repository: Repository, needed: Iterable[str], *, new_files_stay: bool = True) -> int:
-    """Removes the git objects that neither a ref nor a commit in `needed` leads to, and the large
-    files that no remaining commit names. A large file may come before its commit, so it stays for
-    at least `GRACE_SECONDS`. If `new_files_stay` is false, newer ones that a removed commit names
-    go too. Returns how many bytes the large files had. The caller holds the repository's lock."""
-    files = LargeFiles(repository.folder)
-    with _kept(repository, needed):
-        listed = git(repository.folder, "rev-list", "--all", "--objects", "--no-object-names")
-        reachable = pointers_of(repository, look_up(repository, lines_of(listed)))
-        named = {pointer.oid for pointer in reachable.values()}
-        num_bytes = files.remove_others(named, grace_seconds=GRACE_SECONDS)
-        if not new_files_stay:
-            # Before their pointers. If the sweep is killed, the next one still finds the remaining
-            # files by the pointers.
-            present = pointers_of(repository, all_objects(repository)).values()
-            files.remove({pointer.oid for pointer in present} - named)
-        git(repository.folder, "gc", "--quiet", "--prune=now")
-    return num_bytes
-
-
-@contextlib.contextmanager
-def _kept(repository: Repository, needed: Iterable[str]) -> Iterator[None]:
-    """Within the block, a ref `refs/keep/<sha>` leads to each commit in `needed` that no other ref
-    leads to. Ignores commits that the repository does not have."""
-    _drop_kept(repository)  # from a killed sweep
-    lines = git(
-        repository.folder,
-        *("rev-list", "--ignore-missing", "--parents", "--stdin", "--not", "--all"),
-        stdin="".join(f"{sha}\n" for sha in needed).encode(),
-    )
-    lost = [line.split() for line in lines_of(lines)]
-    # A commit that has another one after it needs no ref of its own.
-    parents = {parent for _, *parents in lost for parent in parents}
-    tips = "".join(f"update {KEEP_PREFIX}{sha} {sha}\n" for sha, *_ in lost if sha not in parents)
-    git(repository.folder, "update-ref", "--stdin", stdin=tips.encode())
-    try:
-        yield
-    finally:
-        _drop_kept(repository)
-
-
-def _drop_kept(repository: Repository) -> None:
-    refs = git(repository.folder, "for-each-ref", "--format=delete %(refname)", KEEP_PREFIX)
-    git(repository.folder, "update-ref", "--stdin", stdin=refs)
 
 
 class Purge(TypedDict):

@@ -9,10 +9,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from pipeline.hub.commits import first_commit
 from pipeline.hub.contents import resolve_revision
 from pipeline.hub.errors import BadRequest, Conflict, NotSupported, RevisionNotFound
-from pipeline.hub.events import Event, owner_id, record_ref_changes
+from pipeline.hub.events import Event, create_repository, owner_id, record_ref_changes
 from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git, lines_of
 from pipeline.hub.http_json import Json, client_warning, hub_url, json_body
 from pipeline.hub.repositories import (
@@ -23,7 +22,6 @@ from pipeline.hub.repositories import (
     RepositoryType,
     is_ref_name,
     read_refs,
-    remember,
     repository_name,
 )
 from pipeline.hub.service import (
@@ -88,14 +86,8 @@ def create(
             "A new Space with secrets or variables: not supported by this hub, which runs no "
             "Space. Create the Space without them."
         )
-    # Git works before the transaction, because no push can be stored during it.
-    with hub.repositories.prepared(name) as prepared:
-        first = [] if body.empty else [first_commit(prepared, identity.signature)]
-        with hub.database.write() as connection:
-            repository = hub.repositories.add(connection, prepared)
-            if first:
-                remember(connection, repository, first)
-            hub.log.record(connection, repository, Event(action="create"))
+    author = None if body.empty else identity.signature
+    repository = create_repository(hub.repositories, hub.log, name, author)
     return {"url": f"{hub_url(request)}/{name.path}", "name": name.id, "id": repository.id}
 
 

@@ -1,0 +1,269 @@
+"""A release is a revision of the model repository `local/<pipeline>`, for unmodified clients."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import RevisionNotFoundError
+
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec
+from jobs.store import JobStore
+from pipeline.hub.database import open_database
+from pipeline.hub.events import EventLog
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.releases import Releases, take_release
+from pipeline.hub.repositories import Repositories
+from pipeline.hub.service import database_path
+from pipeline.runner.after_jobs import push_release
+from pipeline.settings import PipelineSettings
+from serving.errors import ReleaseError
+from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.release_store import Served, load_release, prune, set_back, set_current
+from serving.weights.verify import verify_release
+from tests.hub_fixtures import Receiver, RunningHub, running_hub
+from tests.serving_fixtures import echo_release, network_release
+
+pytest_plugins = ["tests.hub_plugin"]
+
+REPO = "local/notes"
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    return tmp_path / "releases" / "notes"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, notes: Path) -> Iterator[RunningHub]:
+    with running_hub(tmp_path / "hub", pipeline_dirs={"notes": notes}) as hub:
+        yield hub
+        hub.fsck()
+
+
+def refs(hub: RunningHub) -> tuple[str | None, dict[str, str]]:
+    """The commit of `main`, and of each tag."""
+    found = hub.api.list_repo_refs(REPO)
+    heads = {each.name: each.target_commit for each in found.branches}
+    return heads.get("main"), {each.name: each.target_commit for each in found.tags}
+
+
+def stored(hub: RunningHub, release: Release) -> list[Path]:
+    """Where the hub has the shards of the release."""
+    files = LargeFiles(hub.folder(REPO, "model"))
+    shards = sorted({each.file for each in release.tensors.values()})
+    return [files.path(release.files[shard].sha256) for shard in shards]
+
+
+def test_clients_read_any_release_and_main_is_the_served_one(
+    hub: RunningHub, notes: Path, tmp_path: Path
+) -> None:
+    first, second = network_release(notes, seed=1), network_release(notes, seed=2)
+    main, tags = refs(hub)
+    assert tags.keys() == {first.id, second.id}
+    assert main not in tags.values()
+    set_current(notes, first.id)
+    assert refs(hub) == (tags[first.id], tags)
+
+    folder = Path(hub.api.snapshot_download(REPO, revision=second.id, cache_dir=tmp_path / "c"))
+    names = {path.name for path in (notes / second.id).iterdir()}
+    assert {path.name for path in folder.iterdir()} == {*names, ".gitattributes"}
+    assert verify_release(folder) == ()
+    [shard] = (notes / second.id).glob("*.safetensors")
+    assert [path.stat().st_ino for path in stored(hub, second)] == [shard.stat().st_ino]
+
+    program = (
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "load = AutoModelForCausalLM.from_pretrained\n"
+        "for revision, folder in zip(sys.argv[2::2], sys.argv[3::2]):\n"
+        "    pair = (load(sys.argv[1], revision=revision), load(folder))\n"
+        "    states = [each.state_dict() for each in pair]\n"
+        "    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])\n"
+    )
+    pairs = [("main", first.id), (first.id, first.id), (second.id, second.id)]
+    arguments = [word for revision, id in pairs for word in (revision, str(notes / id))]
+    of_client = {"HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, "-c", program, REPO, *arguments]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, **of_client})
+
+    hf = [str(Path(sys.executable).with_name("hf")), "download", REPO, "--revision", second.id]
+    subprocess.run(hf, check=True, timeout=60, env={**os.environ, **of_client}, capture_output=True)
+
+
+def test_followers_are_told_once_and_no_dataset_has_changed(
+    hub: RunningHub, notes: Path, receiver: Receiver
+) -> None:
+    for type, name in (("dataset", REPO), ("model", REPO)):
+        url = f"{receiver.url}/{type}"
+        hub.api.create_webhook(url=url, watched=[{"type": type, "name": name}], secret="s" * 20)
+    release = echo_release(notes, 1)
+    refs(hub)
+    set_current(notes, release.id)
+    refs(hub), refs(hub)
+    told = receiver.wait_for(3)
+    assert [each.json["event"]["action"] for each in told] == ["create", "update", "update"]
+    moved = [[ref["ref"] for ref in each.json["updatedRefs"]] for each in told[1:]]
+    assert moved == [[f"refs/tags/{release.id}"], ["refs/heads/main"]]
+    assert {each.path for each in told} == {"/webhooks/record/model"}
+
+
+def test_a_pruned_release_leaves_nothing_and_gc_keeps_the_others(
+    hub: RunningHub, notes: Path
+) -> None:
+    old, *kept = [echo_release(notes, seed) for seed in range(3)]
+    for release in (old, *kept):
+        for path in (notes / release.id).iterdir():
+            os.utime(path, (0, 0))  # longer ago than the grace of the garbage collection
+    set_current(notes, kept[0].id)
+    _, before = refs(hub)
+    [shard] = stored(hub, old)
+    assert shard.exists()
+    assert prune(notes, keep=1) == [old.id]
+    assert hub.request("POST", "/api/settings/gc").status_code == 200
+    assert not shard.exists()
+    main, after = refs(hub)
+    assert after == {each.id: before[each.id] for each in kept}
+    assert main == before[kept[0].id]
+    with pytest.raises(RevisionNotFoundError):
+        hub.api.model_info(REPO, revision=before[old.id])
+    for release in kept:
+        assert all(path.stat().st_nlink == 2 for path in stored(hub, release))
+
+
+def test_what_cannot_be_shown_is_logged_once_and_hides_nothing_else(
+    hub: RunningHub, notes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged, whole = echo_release(notes, 1), echo_release(notes, 2)
+    (notes / damaged.id / "tokenizer.json").write_text("{}")
+    for _ in range(3):
+        assert refs(hub)[1].keys() == {whole.id}
+    assert caplog.text.count("tokenizer.json: truncated") == 1
+
+
+def test_the_refs_follow_the_disk_and_not_a_person(hub: RunningHub, notes: Path) -> None:
+    release = echo_release(notes, 1)
+    set_current(notes, release.id)
+    refs(hub)
+    hub.api.upload_file(path_or_fileobj=b"{}", path_in_repo="config.json", repo_id=REPO)
+    hub.api.delete_tag(REPO, tag=release.id)
+    main, tags = refs(hub)
+    assert tags == {release.id: main}
+    set_back(notes, Served())
+    assert refs(hub)[0] not in (None, main)
+
+
+def test_the_model_of_a_person_is_not_taken(
+    hub: RunningHub, notes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.api.create_repo(REPO)
+    hub.api.upload_file(path_or_fileobj=b"{}", path_in_repo="config.json", repo_id=REPO)
+    before = refs(hub)
+    set_current(notes, echo_release(notes, 1).id)
+    assert refs(hub) == refs(hub) == before
+    assert caplog.text.count("has files of somebody") == 1
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """The folder of a release on the machine of an agent, where it is the first one."""
+    folder = tmp_path / "elsewhere" / "notes"
+    return folder / echo_release(folder, 7, max_shard_bytes=100).id
+
+
+def uploaded(hub: RunningHub, folder: Path, branch: str) -> None:
+    hub.api.create_repo(REPO, exist_ok=True)
+    hub.api.create_branch(REPO, branch=branch)
+    hub.api.upload_folder(repo_id=REPO, folder_path=folder, revision=branch)
+
+
+@pytest.fixture
+def releases(hub: RunningHub, notes: Path) -> Iterator[Releases]:
+    database = open_database(database_path(hub.root))
+    yield Releases(
+        repositories=Repositories(hub.root, database),
+        log=EventLog(database=database, hub_url=hub.url),
+        owner="local",
+        pipeline_dirs={"notes": notes},
+    )
+    database.close()
+
+
+def test_an_uploaded_attempt_becomes_a_release(
+    hub: RunningHub, notes: Path, releases: Releases, elsewhere: Path
+) -> None:
+    set_current(notes, echo_release(notes, 1).id)
+    uploaded(hub, elsewhere, "attempts/j1-1")
+    taken = take_release(releases, pipeline="notes", revision="attempts/j1-1")
+    # It has the next number here: its own is taken.
+    made, sent = load_release(taken), load_release(elsewhere)
+    assert (taken.parent, taken.name) == (notes, f"r000002-{sent.id[-8:]}")
+    assert made == sent.model_copy(update={"id": taken.name})
+    assert verify_release(taken) == ()
+    shards = stored(hub, made)
+    assert len(shards) == 3
+    assert all(path.stat().st_nlink == 2 for path in shards)
+    assert take_release(releases, pipeline="notes", revision="attempts/j1-1") == taken
+    assert taken.name in refs(hub)[1]
+    hub.api.delete_branch(REPO, branch="attempts/j1-1")
+    assert hub.request("POST", "/api/settings/gc").status_code == 200
+    assert all(path.stat().st_nlink == 2 for path in shards)
+
+
+def test_what_is_no_whole_release_is_refused_with_all_reasons(
+    hub: RunningHub, notes: Path, releases: Releases, elsewhere: Path
+) -> None:
+    shards = sorted(elsewhere.glob("*.safetensors"))
+    shards[0].unlink()
+    shards[1].write_bytes(shards[1].read_bytes()[:-1])
+    uploaded(hub, elsewhere, "attempts/j1-1")
+    with pytest.raises(ReleaseError) as refused:
+        take_release(releases, pipeline="notes", revision="attempts/j1-1")
+    assert len(refused.value.reasons) == 2
+    assert f"{shards[0].name}: missing" in refused.value.reasons
+    (elsewhere / RELEASE_FILE).unlink()
+    uploaded(hub, elsewhere, "attempts/j1-2")
+    with pytest.raises(ReleaseError, match=r"release.json: missing"):
+        take_release(releases, pipeline="notes", revision="attempts/j1-2")
+    assert [path for path in notes.iterdir() if path.name[0] != "."] == []
+
+
+def test_a_file_of_another_file_system_is_copied(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        if os.stat(other).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("/dev/shm is on the file system of the temporary files")
+        release = echo_release(Path(other) / "notes", 1)
+        with running_hub(tmp_path / "hub", pipeline_dirs={"notes": Path(other) / "notes"}) as hub:
+            assert refs(hub)[1].keys() == {release.id}
+            assert [path.stat().st_nlink for path in stored(hub, release)] == [1]
+            hub.fsck()
+
+
+def test_a_promoted_release_is_pushed_to_another_hub(
+    tmp_path: Path, notes: Path, store: JobStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = store.submit(JobSpec(command=("true",), pipeline="notes"))
+    with running_hub(tmp_path / "elsewhere") as hub:
+        pipeline = PipelineSettings(
+            name="notes", dataset="me/facts", push_to="me/notes", push_endpoint=hub.url
+        )
+        ids = []
+        for seed, shard_bytes in ((1, 100), (2, 10**9)):
+            ids.append(echo_release(notes, seed, max_shard_bytes=shard_bytes).id)
+            outcome = JobOutcome(result="promoted", job_id=job.id, release=ids[-1])
+            ended = replace(job, outcome=outcome)
+            assert not push_release(pipeline, ended, notes, token=None)
+            assert "there is no token" in caplog.text
+            assert push_release(pipeline, ended, notes, hub.token)
+            assert push_release(pipeline, ended, notes, hub.token)
+        for revision, release_id in zip(("main", *ids), (ids[-1], *ids), strict=True):
+            cache = tmp_path / "cache"
+            downloaded = hub.api.snapshot_download("me/notes", revision=revision, cache_dir=cache)
+            assert load_release(Path(downloaded)).id == release_id
+            assert verify_release(Path(downloaded)) == ()
+        assert len(list(Path(downloaded).glob("*.safetensors"))) == 1
