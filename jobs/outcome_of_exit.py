@@ -46,7 +46,8 @@ def record_end(
     has ended, or gets another attempt. Raises LeaseLost, StoreError, and OSError as
     `outcome_of_exit` does."""
     assert job.owner is not None
-    result = outcome_of_exit(job, job_dir, exit, stop_reason, settings.timeout_seconds)
+    time_limit = job.spec.timeout_seconds or settings.timeout_seconds
+    result = outcome_of_exit(job, job_dir, exit, stop_reason, time_limit)
     if isinstance(result, Lost):
         if stop_reason == "shutdown":
             return store.release(job.id, job.owner)

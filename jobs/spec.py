@@ -63,6 +63,9 @@ class JobSpec(_Record):
     killed) or failed for a temporary cause. If an attempt fails for another cause, the job fails at
     once. A plain command also fails at once if its process was killed. An attempt that ended
     because its runner was stopped does not count."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """How long this job may run, all attempts together, instead of the runner's setting of the same
+    name. None means that the runner's setting counts."""
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job may start once no delivery has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
