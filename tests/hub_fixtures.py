@@ -219,6 +219,7 @@ def running_hub(
             token=token,
             secret_key=secret_key,
             jobs_store=jobs_store,
+            jobs_dir=root.with_name("jobs"),
             needed_commits=needed_commits,
             remarks_on=remarks_on,
         )

@@ -50,6 +50,7 @@ def hub(context: typer.Context) -> None:
             token=tokens.hub,
             secret_key=tokens.key.encode(),
             jobs_store=store,
+            jobs_dir=home.jobs_dir,
             needed_commits=partial(needed_commits, home, store),
             remarks_on=PushRemarks(
                 [each for each in settings.pipelines if settings.is_on_own_hub(each)], home

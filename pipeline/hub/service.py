@@ -149,6 +149,8 @@ class Hub:
     token: str = field(repr=False)
     """The hub's own token."""
     jobs_store: JobStore
+    jobs_dir: Path
+    """Contains the folders of the jobs, with their logs."""
     secret_key: bytes = field(repr=False)
     """A Fernet key: encrypts secrets, and signs the tokens of jobs and the URLs of large files."""
     needed_commits: NeededCommits
