@@ -56,7 +56,7 @@ _REFUSED = {
 }
 
 
-class JobRequest(BaseModel):
+class RunRequest(BaseModel):
     """What a client wants to run, as `_create_job_spec` of `huggingface_hub` writes it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
@@ -79,7 +79,7 @@ class JobRequest(BaseModel):
     def spec(self, key: bytes) -> JobSpec:
         """Raises BadRequest if there is no command, and NotSupported."""
         for name, reason in _REFUSED.items():
-            if getattr(self, name) != JobRequest.model_fields[name].default:
+            if getattr(self, name) != RunRequest.model_fields[name].default:
                 raise NotSupported(f"{name} of a job: not supported by this hub: {reason}.")
         command = (*self.command, *self.arguments)
         if not command:
@@ -103,7 +103,7 @@ class Schedule(BaseModel):
 
 
 class ScheduleRequest(Schedule):
-    jobSpec: JobRequest
+    jobSpec: RunRequest
     suspend: bool = False
     concurrency: bool = False
 
@@ -128,7 +128,7 @@ async def hardware() -> list[Json]:
 
 
 @router.post("/jobs/{owner}")
-def run(hub: HubOf, body: Annotated[JobRequest, json_body(JobRequest)]) -> JSONResponse:
+def run(hub: HubOf, body: Annotated[RunRequest, json_body(RunRequest)]) -> JSONResponse:
     job = hub.jobs_store.submit(body.spec(hub.secret_key), by_hand=True)
     return JSONResponse(_described(hub, job), headers=_IGNORED)
 
