@@ -40,6 +40,7 @@ _POLLS_PER_LOOK = 4
 a thread, if the log has grown, and after this many polls."""
 _KEEP_ALIVE_SECONDS = 15.0
 """More than 5 s: a client that does not follow takes 5 s of silence for the end of the log."""
+_OLD_SECONDS = 5.0
 _LINE_CHARACTERS = 1 << 20
 """A longer line is sent in parts, because the hub keeps a line in memory until its end."""
 _ASKED = ("dockerImage", "spaceId", "flavor")
@@ -189,9 +190,9 @@ async def logs(
 async def _log_events(request: Request, hub: Hub, job: Job, tail: int | None) -> AsyncIterator[str]:
     """The lines of the log as server-sent events, until the job has ended or the hub stops.
 
-    The log has no times. A client that does not follow the log stops at the first line that is
-    newer than its request. So what the log has now gets the present time, and a later line the time
-    at which it is seen.
+    The log has no times. A client that does not follow the log stops at the first line that is a
+    second newer than the answer's header `Date`, which may itself be two seconds old. So what the
+    log has now gets a time before that, and a later line the time at which it is seen.
     """
     folder, offset = hub.jobs_dir / job.id, 0
 
@@ -204,7 +205,7 @@ async def _log_events(request: Request, hub: Hub, job: Job, tail: int | None) ->
         offset = await run_in_threadpool(tail_offset, folder, job.identity, tail)
     # A progress bar ends its lines with \r.
     decoder = IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("replace"), translate=True)
-    rest, seen_at, sent_at = "", time.time(), time.monotonic()
+    rest, seen_at, sent_at = "", time.time() - _OLD_SECONDS, time.monotonic()
     while not request.scope["is_stopping"]():
         has_ended, read = await run_in_threadpool(look)
         offset += len(read)
