@@ -4,6 +4,7 @@ A job's command adds its own files to the folder. The module uses only the stand
 """
 
 import json
+import mmap
 import os
 import shutil
 from pathlib import Path
@@ -85,6 +86,25 @@ def read_log(folder: Path, identity: dict[str, Any], offset: int) -> bytes:
             return log.read(1 << 20)
     except FileNotFoundError:
         return b""
+
+
+def tail_offset(folder: Path, identity: dict[str, Any], num_lines: int) -> int:
+    """The byte at which the last `num_lines` lines of the job's log begin. 0 if it has fewer."""
+    if is_of_another_job(folder, identity):
+        return 0
+    try:
+        with (
+            (folder / LOG).open("rb") as log,
+            mmap.mmap(log.fileno(), 0, access=mmap.ACCESS_READ) as text,
+        ):
+            # The newline at the end begins no line.
+            at = len(text) - (text[-1:] == b"\n")
+            for _ in range(num_lines):
+                if (at := text.rfind(b"\n", 0, at)) < 0:
+                    return 0
+            return min(at + 1, len(text))
+    except (FileNotFoundError, ValueError):  # there is no log, or it is empty
+        return 0
 
 
 def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ A *push job* belongs to a pipeline and was not submitted by hand. The docstring 
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +41,7 @@ from jobs.schema import (
     number_of,
     reading,
     select_jobs,
+    spec_as_json,
     update_job,
     writing,
 )
@@ -132,15 +133,24 @@ class JobStore:
     def list(
         self,
         pipeline: str | None = None,
-        state: JobState | None = None,
+        state: JobState | Collection[JobState] | None = None,
         limit: int | None = None,
+        *,
+        before: str | None = None,
+        since: float | None = None,
     ) -> list[Job]:
-        """The jobs, newest first. An argument that is None does not limit the list."""
+        """The jobs, newest first. `before` is the id of a job: only older jobs are listed. `since`
+        is a time: only jobs that were created at or after it are listed. An argument that is None
+        does not limit the list. Raises JobNotFound if `before` is not a job id."""
         query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit)
         if pipeline is not None:
             query = query.where(JOBS.c.pipeline == pipeline)
         if state is not None:
-            query = query.where(JOBS.c.state == state)
+            query = query.where(JOBS.c.state.in_([state] if isinstance(state, str) else state))
+        if before is not None:
+            query = query.where(JOBS.c.number < number_of(before))
+        if since is not None:
+            query = query.where(JOBS.c.created_at >= since)
         with reading(self._engine) as connection:
             return select_jobs(connection, query)
 
@@ -246,6 +256,13 @@ class JobStore:
         """
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
+
+    def repeat(self, job_id: str) -> Job:
+        """Submit the spec and the payload of this job again, by hand. A job that had read the head
+        of its ref trains on the same commit. Returns the new job. Raises JobNotFound and
+        PendingJob."""
+        job = self.get(job_id)
+        return self.submit(job.spec, payload=job.payload, by_hand=True)
 
     def submit_all(self, requests: Sequence[JobRequest]) -> Sequence[Job]:
         """Submit the requests in order, by the rules of `submit`, in one transaction."""
@@ -418,6 +435,15 @@ class JobStore:
                     return update_job(connection, job_id, cancel_requested=True)
                 case _:
                     return job
+
+    def relabel(self, job_id: str, labels: Mapping[str, str]) -> Job:
+        """Replace the labels of the job, except `webhook`, which the runner interprets. Raises
+        JobNotFound."""
+        with writing(self._engine) as connection:
+            spec = fetch_job(connection, number_of(job_id)).spec
+            kept = {name: value for name, value in spec.labels.items() if name == "webhook"}
+            spec = spec.model_copy(update={"labels": {**labels, **kept}})
+            return update_job(connection, job_id, spec=spec_as_json(spec))
 
 
 def _end_attempt(connection: Connection, job: Job, now: float, **values: Any) -> Job:

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from jobs.job import Job
+from jobs.folder import tail_offset
+from jobs.job import Job, JobState
 from jobs.store import JobStore
-from pipeline.cli.jobs_run import run
+from pipeline.cli.jobs_run import DetachOption, run, run_to_end
 from pipeline.cli.progress import (
     JobArgument,
     LatestOption,
@@ -32,6 +33,7 @@ from pipeline.cli.terminal import (
     PipelineOption,
     print_table,
     project_home,
+    seconds,
 )
 from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
@@ -60,11 +62,17 @@ app.command(cls=ChangesStack)(run)
 def ls(
     pipeline: PipelineOption = None,
     limit: Annotated[int, typer.Option(help="How many jobs to list.")] = 20,
+    state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
+    since: Annotated[
+        float | None,
+        typer.Option(parser=seconds, metavar="TIME", help="Only jobs of the last TIME, as in 2h."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, newest first."""
     with reading_store(project_home()) as store:
-        jobs = store.list(pipeline=pipeline, limit=limit)
+        after = None if since is None else store.now() - since
+        jobs = store.list(pipeline=pipeline, state=state, limit=limit, since=after)
     if as_json:
         print(json.dumps([as_record(job) for job in jobs]))
         return
@@ -138,13 +146,19 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Keep printing new lines until the job ends.")
     ] = False,
+    tail: Annotated[
+        int | None, typer.Option(min=0, help="Print only this many of the last lines.")
+    ] = None,
 ) -> None:
     """Print a job's log."""
     home = project_home()
     with reading_store(home) as store:
         found = find_job(store, job, latest)
         deadline = None if follow else time.monotonic()
-        follow_output(store, found.id, home, sys.stdout.buffer, deadline)
+        offset = 0
+        if tail is not None:
+            offset = tail_offset(home.jobs_dir / found.id, found.identity, tail)
+        follow_output(store, found.id, home, sys.stdout.buffer, deadline, offset)
 
 
 @app.command(cls=ChangesStack)
@@ -156,6 +170,30 @@ def cancel(job: JobArgument = None, latest: LatestOption = False) -> None:
             raise PipelineError(f"{found.id} has already ended: {found.state}")
         state = store.cancel(found.id).state
     print(f"{found.id} {'is cancelled' if state == 'CANCELED' else 'was asked to stop'}")
+
+
+@app.command(cls=ChangesStack)
+def retry(
+    job: JobArgument = None,
+    latest: LatestOption = False,
+    detach: DetachOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run an ended job again: submit its command, commit, settings and secrets as a new job. The
+    output and the exit code are those of `jobs run`."""
+    home = project_home()
+    settings = running_settings(home)
+
+    def submit(store: JobStore, _: str) -> Job:
+        found = find_job(store, job, latest)
+        if not found.has_ended:
+            raise PipelineError(
+                f"{found.id} has not ended; wait for it, or cancel it: pipeline jobs cancel "
+                f"{found.id}"
+            )
+        return store.repeat(found.id)
+
+    run_to_end(home, settings, submit, detach=detach, as_json=as_json)
 
 
 @app.command()

@@ -1,18 +1,20 @@
 """`pipeline jobs run`: submits a retraining or a command, and shows it until it has ended."""
 
 import json
+import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from jobs.job import Job
+from jobs.job import Job, seal
+from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.cli.progress import follow_to_end, report_end
-from pipeline.cli.terminal import JsonOption, PipelineOption
+from pipeline.cli.terminal import JsonOption, PipelineOption, seconds
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.by_hand import with_runner
@@ -20,6 +22,11 @@ from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import submit_command, submit_retraining
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack.record import running_settings, stale_settings
+from pipeline.tokens import load_tokens
+
+DetachOption = Annotated[
+    bool, typer.Option("--detach", "-d", help="Print the job's id and return at once.")
+]
 
 
 def run(
@@ -41,9 +48,26 @@ def run(
     reason: Annotated[
         str | None, typer.Option(help="Why you use --force. The outcome shows it.")
     ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Print the job's id and return at once.")
-    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(parser=seconds, metavar="TIME", help="Stop the job after TIME, as in 30m."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A variable of the job. May be repeated."),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY[=VALUE]",
+            help="A variable that nothing shows. Without a value: the one that your shell has.",
+        ),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A label of the job. May be repeated."),
+    ] = None,
+    detach: DetachOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a retraining job now. If the command line ends with `--` and a command, run this command
@@ -82,6 +106,20 @@ def run(
             train = chosen.train.model_copy(update={"mode": mode})
             chosen = chosen.model_copy(update={"train": train})
 
+    variables, labels = _pairs("--env", env), _pairs("--label", label)
+    shell = [each if "=" in each else f"{each}={_of_shell(each)}" for each in secret or ()]
+    secrets = _pairs("--secret", shell)
+
+    def amend(spec: JobSpec) -> JobSpec:
+        key = load_tokens(home.tokens_file).key.encode()
+        changes = {
+            "env": {**spec.env, **variables},
+            "sealed_env": seal(secrets, key) if secrets else None,
+            "labels": {**spec.labels, **labels},
+            "timeout_seconds": timeout,
+        }
+        return spec.model_copy(update=changes)
+
     def submit(store: JobStore, hub_url: str) -> Job:
         if command:
             return submit_command(
@@ -93,6 +131,7 @@ def run(
                 revision=revision,
                 payload=content,
                 command=(program, *command[1:]),
+                amend=amend,
             )
         return submit_retraining(
             store,
@@ -104,6 +143,7 @@ def run(
             payload=content,
             force_reason=reason,
             skip_if="never" if mode is not None else "nothing_changed",
+            amend=amend,
         )
 
     run_to_end(home, loaded, submit, detach=detach, as_json=as_json)
@@ -150,6 +190,22 @@ def _pipeline_of_command(
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None
     return settings.pipeline(name)
+
+
+def _pairs(option: str, values: Sequence[str] | None) -> dict[str, str]:
+    pairs = dict(each.partition("=")[::2] for each in values or () if each.find("=") > 0)
+    if wrong := [each for each in values or () if each.find("=") <= 0]:
+        raise PipelineError(f"{option} {wrong[0]}: write {option} KEY=VALUE")
+    return pairs
+
+
+def _of_shell(name: str) -> str:
+    if name not in os.environ:
+        raise PipelineError(
+            f"--secret {name}: your shell has no variable {name}; export it, or write "
+            f"--secret {name}=VALUE"
+        )
+    return os.environ[name]
 
 
 def _program(name: str) -> str:

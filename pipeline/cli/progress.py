@@ -75,16 +75,20 @@ def follow_stages(
 
 
 def follow_output(
-    store: JobStore, job_id: str, home: Home, output: BinaryIO | None, deadline: float | None = None
+    store: JobStore,
+    job_id: str,
+    home: Home,
+    output: BinaryIO | None,
+    deadline: float | None = None,
+    offset: int = 0,
 ) -> Job:
-    """Copy the job's output to `output` until the job has ended, or until `deadline` (monotonic
-    clock; None for no limit). If `output` is None, only wait.
+    """Copy the job's output to `output`, from the byte `offset` on, until the job has ended, or
+    until `deadline` (monotonic clock; None for no limit). If `output` is None, only wait.
 
     Returns the job. If the deadline came first, the job has not ended. Raises PipelineError if no
     runner is up that could run the job.
     """
-    folder, offset = home.jobs_dir / job_id, 0
-    told = None
+    folder, told = home.jobs_dir / job_id, None
 
     def show(job: Job) -> None:
         nonlocal offset, told

@@ -2,6 +2,7 @@
 they print a table."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -23,6 +24,14 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids
 def without_none(**options: Any) -> dict[str, Any]:
     """The options that were given."""
     return {name: value for name, value in options.items() if value is not None}
+
+
+def seconds(text: str) -> float:
+    """The parser of options that are a length of time."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if found is None or not (number := float(found[1])):
+        raise typer.BadParameter(f"{text!r} is no length of time; write 90, 30s, 5m, 2h or 7d")
+    return number * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:

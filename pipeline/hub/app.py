@@ -34,11 +34,13 @@ from pipeline.hub.routes import (
     contents,
     discussions,
     git_http,
+    jobs,
     large_files,
     pages,
     repositories,
     webhooks,
 )
+from pipeline.hub.schedules import keep_schedules
 from pipeline.hub.service import (
     Elsewhere,
     Hub,
@@ -78,10 +80,9 @@ def create_app(
 
     `token` is the hub's own token, which may do everything. The hub also accepts the tokens that
     were created with its own token, and the token of each running job of `jobs_store`, to which
-    webhooks can submit jobs. `secret_key` is a Fernet key: it encrypts the webhooks' secrets and
-    signs the jobs' tokens.
-
-    `jobs_dir` contains the folders of the jobs, and `elsewhere` is for jobs on other machines.
+    clients, webhooks and schedules submit jobs. The folders of these jobs are in `jobs_dir`, from
+    which the hub sends their logs; `elsewhere` is for those on other machines. `secret_key` is a Fernet key: it encrypts the secrets of
+    webhooks and jobs, and signs the jobs' tokens.
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
@@ -119,7 +120,8 @@ def create_app(
                 pipeline_dirs=pipeline_dirs,
             )
             upkeep = _keep_up(settings, releases)
-            tasks = [asyncio.create_task(each) for each in (deliverer.run(), upkeep)]
+            schedule = keep_schedules(database, jobs_store)
+            tasks = [asyncio.create_task(each) for each in (deliverer.run(), upkeep, schedule)]
             app.state.hub = Hub(
                 settings=settings,
                 database=database,
@@ -160,7 +162,8 @@ def create_app(
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.
     for router in (
-        *(contents.lists, administration.router, webhooks.router, pages.router, commits.router),
+        *(contents.lists, administration.router, webhooks.router, pages.router, jobs.router),
+        commits.router,
         *(repositories.router, discussions.router, large_files.router, git_http.router),
         *(contents.api, contents.files, others),
     ):

@@ -145,6 +145,22 @@ webhooks = Table(
     Column("retry_at", Float),
 )
 
+scheduled_jobs = Table(
+    "scheduled_jobs",
+    metadata,
+    Column("id", String, primary_key=True),
+    # The `JobSpec` of each run, with its secrets sealed.
+    Column("spec", JSON, nullable=False),
+    Column("schedule", String, nullable=False),
+    # Whether a run may start while the last one has not ended.
+    Column("concurrency", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
+    # Null while the scheduled job is suspended.
+    Column("next_run_at", Float),
+    Column("last_job_id", String),
+    Column("last_run_at", Float),
+)
+
 deliveries = Table(
     "deliveries",
     metadata,
@@ -168,7 +184,7 @@ deliveries = Table(
 )
 
 
-SCHEMA_REVISION = "hub7"
+SCHEMA_REVISION = "hub8"
 """What this file declares, and where the repositories are. Another revision is refused."""
 
 REPOS = "repos"

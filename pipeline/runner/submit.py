@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -253,13 +253,14 @@ def submit_retraining(
     payload: dict[str, Any] | None = None,
     force_reason: str | None = None,
     skip_if: SkipIf = "nothing_changed",
+    amend: Callable[[JobSpec], JobSpec] = lambda spec: spec,
 ) -> Job:
     """Submit the retraining of the commit `revision`, or of the commit that the push `payload`
     names. If both are None, it is the head (the newest commit) of the branch that the pipeline
     follows. The job starts as soon as no other job of the pipeline runs.
 
     `hub_url` is the URL of the stack's own hub. `RetrainSettings` explains `force_reason` and
-    `skip_if`.
+    `skip_if`. `amend` makes the last changes to the spec.
 
     A commit that is not named is not chosen now: the job gets the head of the branch when it
     starts, so that it never trains on an older commit than a job that started before it.
@@ -281,7 +282,7 @@ def submit_retraining(
         payload = payload or made
     # The job need not wait for deliveries, because a job by hand gets none.
     spec = rule.spec.model_copy(update={"revisions": revisions, "debounce_seconds": 0.0})
-    return store.submit(spec, payload=payload, by_hand=True)
+    return store.submit(amend(spec), payload=payload, by_hand=True)
 
 
 def submit_command(
@@ -294,12 +295,13 @@ def submit_command(
     revision: str | None = None,
     payload: dict[str, Any] | None = None,
     command: tuple[str, ...],
+    amend: Callable[[JobSpec], JobSpec] = lambda spec: spec,
 ) -> Job:
     """Submit a command. If `pipeline` is not None, the command gets the environment variables of
     the pipeline's jobs and, without `payload`, the payload that the hub would send for a push of
     the commit `revision`. If `revision` is None, that payload is for the newest commit of the
     pipeline's branch. If the hub cannot name the newest commit, for example because the branch has
-    no commit yet, the command gets no payload.
+    no commit yet, the command gets no payload. `amend` makes the last changes to the spec.
 
     Raises NoHead for an unknown `revision`, and HeadAway if the hub cannot be asked for it. If the
     dataset is a git URL, this function does not check whether the commit `revision` exists.
@@ -316,7 +318,8 @@ def submit_command(
         except (NoHead, HeadAway):
             if revision is not None:
                 raise
-    return store.submit(JobSpec(command=command, env=env), payload=payload, by_hand=True)
+    spec = amend(JobSpec(command=command, env=env))
+    return store.submit(spec, payload=payload, by_hand=True)
 
 
 def _pushed_commit(payload: dict[str, Any], ref: str) -> str:

@@ -230,7 +230,7 @@ class Server(uvicorn.Server):
 
         Limited.limits = limits or Limits()
         config = uvicorn.Config(
-            _answer_at_stop(app),
+            _answer_at_stop(app, lambda: self.should_exit),
             http=Limited,
             ws="none",  # so that `connections` has only connections of HTTP
             log_config=None,
@@ -250,10 +250,12 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _answer_at_stop(app: ASGIApp) -> ASGIApp:
-    """uvicorn cancels the requests that outlast its stop, and would answer them with 500."""
+def _answer_at_stop(app: ASGIApp, is_stopping: Callable[[], bool]) -> ASGIApp:
+    """uvicorn cancels the requests that outlast its stop, and would answer them with 500. An answer
+    without end can ask `is_stopping` of its scope, and end by itself."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["is_stopping"] = is_stopping
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from jobs.spec import JobSpec
 from pipeline.cli.jobs_run import _program
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
@@ -15,7 +16,7 @@ from pipeline.errors import PipelineError
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """#!/bin/sh
-echo "about $WEBHOOK_REPO_ID in $JOB_ID"
+echo "about $WEBHOOK_REPO_ID in $JOB_ID: $COLOR ${#API_KEY}"
 cat "$WEBHOOK_PAYLOAD_FILE"
 exit $1
 """
@@ -26,21 +27,29 @@ def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None
     (tmp_path / "train.sh").chmod(0o755)
     (tmp_path / "push.json").write_text('{"repo": {"name": "me/facts"}, "n": 41}')
     environ = {name: value for name, value in os.environ.items() if "PIPELINE" not in name}
-    command = ["jobs", "run", "--payload", "push.json", "--", "./train.sh", "7"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *command],
-        cwd=tmp_path,
-        env={**environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 7, done.stderr
-    told, payload = done.stdout.splitlines()
-    assert told == "about me/facts in j000001"
-    assert '"n": 41' in payload
-    assert "exited with 7" in done.stderr
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = ("run", "--payload", "push.json", "--env", "COLOR=red", "--secret", "API_KEY")
+    for id, command in (
+        ("j000001", (*run, "--label", "a=b", "--timeout", "5m", "--", "./train.sh", "7")),
+        ("j000002", ("retry", "j000001")),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", "jobs", *command],
+            cwd=tmp_path,
+            env={**environ, "PYTHONPATH": path, "API_KEY": "s3cret"},
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        assert done.returncode == 7, done.stderr
+        told, payload = done.stdout.splitlines()
+        assert told == f"about me/facts in {id}: red 6"
+        assert '"n": 41' in payload
+        assert "exited with 7" in done.stderr
+        [spec] = tmp_path.glob(f"*/jobs/{id}/spec.json")
+        assert JobSpec.model_validate_json(spec.read_text()).timeout_seconds == 300
+        assert "s3cret" not in spec.read_text()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,8 @@ settings = HubSettings(
 )
 store = JobStore.open(Path(root).with_name("jobs.sqlite"))
 app = create_app(
-    settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store, needed_commits=set
+    settings, Path(root), token=token, secret_key=key.encode(), jobs_store=store,
+    jobs_dir=Path(root).with_name("jobs"), needed_commits=set,
 )
 uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 """

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from jobs.folder import LOG, prepare_job_folder
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
 from pipeline.cli.main import app
@@ -53,6 +54,45 @@ def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so() ->
     assert (shown["state"], shown["outcome"]["reason"]) == ("COMPLETED", "worse by 9 %")
 
 
+def test_jobs_are_chosen_and_an_ended_one_is_repeated() -> None:
+    with open_job_store(load_settings(), Home.find()) as store:
+        spec = JobSpec(command=("sleep", "1"), labels={"team": "a"}, sealed_env="gAAA")
+        first, second = store.submit(spec), store.submit(spec)
+        store.cancel(first.id)
+
+        def listed(*options: str) -> list[str]:
+            return [each["id"] for each in json.loads(pipeline("jobs", "ls", *options).stdout)]
+
+        assert listed("--json", "--state", "CANCELED") == [first.id]
+        assert listed("--json", "--since", "2h") == [second.id, first.id]
+        assert listed("--json", "--since", "0.000001s") == []
+        assert pipeline("jobs", "ls", "--since", "2 weeks").exit_code == 2
+        refused = pipeline("jobs", "retry", second.id, "--detach")
+        assert "has not ended" in str(refused.exception)
+        again = store.repeat(first.id)
+        assert (again.id, again.state, again.by_hand) == ("j000003", "SCHEDULING", True)
+        assert again.spec == spec
+
+
+@pytest.mark.parametrize(
+    ("log", "tail", "shown"),
+    [
+        ("a\nb\nc\n", "2", "b\nc\n"),
+        ("a\nb", "1", "b"),
+        ("a\n", "9", "a\n"),
+        ("a", "0", ""),
+        ("", "1", ""),
+    ],
+)
+def test_the_end_of_a_log_is_shown(log: str, tail: str, shown: str) -> None:
+    with open_job_store(load_settings(), Home.find()) as store:
+        job = store.cancel(store.submit(JobSpec(command=("true",))).id)
+    folder = Home.find().jobs_dir / job.id
+    prepare_job_folder(folder, job.identity)
+    (folder / LOG).write_text(log)
+    assert pipeline("jobs", "logs", "--latest", "--tail", tail).stdout == shown
+
+
 def test_what_a_model_says_instead_of_its_rows_is_shown() -> None:
     with open_job_store(load_settings(), Home.find()) as store:
         job = store.submit(JobSpec(command=("sleep", "1")))
@@ -83,4 +123,9 @@ def test_what_a_model_says_instead_of_its_rows_is_shown() -> None:
 def test_a_command_that_is_no_program_becomes_no_job() -> None:
     refused = pipeline("jobs", "run", "nosuchcommand")
     assert "no program 'nosuchcommand' on PATH" in str(refused.exception)
+    for options, reason in (
+        (("--env", "COLOR"), "--env COLOR: write --env KEY=VALUE"),
+        (("--secret", "NO_SUCH"), "your shell has no variable NO_SUCH"),
+    ):
+        assert reason in str(pipeline("jobs", "run", *options, "--", "true").exception)
     assert pipeline("jobs", "ls").stdout == "No job yet.\n"

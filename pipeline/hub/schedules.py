@@ -1,0 +1,121 @@
+"""Scheduled jobs: when the next run is due, and the loop that submits the runs. All schedules are
+in UTC."""
+
+import asyncio
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from cronsim import CronSim, CronSimError
+from sqlalchemy import Connection, Row, select, update
+
+from jobs.errors import JobNotFound
+from jobs.job import Delivery, Job
+from jobs.spec import JobSpec
+from jobs.store import JobStore
+from pipeline.hub.database import Database
+from pipeline.hub.database import scheduled_jobs as table
+from pipeline.hub.errors import BadRequest, Conflict, NotFound
+
+logger = logging.getLogger(__name__)
+
+LABEL = "scheduled-job"
+"""The label of a run has the id of its scheduled job."""
+LATE_SECONDS = 60.0
+"""A run that starts later than this was missed: the hub did not run when it was due."""
+_CHECK_SECONDS = 1.0
+_ALIASES = {
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+    "@monthly": "0 0 1 * *",
+    "@weekly": "0 0 * * 0",
+    "@daily": "0 0 * * *",
+    "@hourly": "0 * * * *",
+}
+
+
+def next_run(schedule: str, after: float) -> float:
+    """The first time of the schedule after `after`; both are seconds since the epoch. Raises
+    BadRequest if the schedule is wrong, or has no time at all, such as the 30th of February."""
+    try:
+        times = CronSim(_ALIASES.get(schedule, schedule), datetime.fromtimestamp(after, UTC))
+        return next(times).timestamp()
+    except (CronSimError, StopIteration):
+        raise BadRequest(
+            f"schedule: {schedule!r} is not a schedule: write {', '.join(_ALIASES)}, or a cron "
+            "expression in UTC such as '0 9 * * 1' (minute, hour, day, month, day of the week)."
+        ) from None
+
+
+def get_scheduled(connection: Connection, id: str) -> Row[Any]:
+    """Raises NotFound."""
+    row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
+    if row is None:
+        raise NotFound(
+            f"There is no scheduled job {id!r}: list them with `hf jobs scheduled ps -a`."
+        )
+    return row
+
+
+def start_run(
+    database: Database, store: JobStore, scheduled: Row[Any], delivery: Delivery | None = None
+) -> Job:
+    """Submits a run now. With the same `delivery`, the store makes only one job. Raises Conflict if
+    the last run has not ended, and `concurrency` is not set."""
+    if not scheduled.concurrency and _is_running(store, scheduled.last_job_id):
+        raise Conflict(
+            f"Scheduled job {scheduled.id}: its last run {scheduled.last_job_id} has not ended: "
+            "wait for it or cancel it, or create the scheduled job with --concurrency."
+        )
+    spec = JobSpec.model_validate(scheduled.spec)
+    labels = {**spec.labels, LABEL: scheduled.id}
+    job = store.submit(
+        spec.model_copy(update={"labels": labels}), delivery=delivery, by_hand=delivery is None
+    )
+    with database.write() as connection:
+        last = {"last_job_id": job.id, "last_run_at": job.created_at}
+        connection.execute(update(table).where(table.c.id == scheduled.id).values(**last))
+    return job
+
+
+def _is_running(store: JobStore, job_id: str | None) -> bool:
+    try:
+        return job_id is not None and not store.get(job_id).has_ended
+    except JobNotFound:  # it was old, and is deleted
+        return False
+
+
+def start_due(database: Database, store: JobStore, now: float) -> None:
+    """Submits what is due. Of the runs that were missed while the hub did not run, only one."""
+    with database.read() as connection:
+        due = connection.execute(select(table).where(table.c.next_run_at <= now)).all()
+    for each in due:
+        at = each.next_run_at
+        if now - at > LATE_SECONDS:
+            logger.warning(
+                "scheduled job %s was due at %s, when the hub did not run: it runs once now, and "
+                "its other missed runs are left out",
+                *(each.id, datetime.fromtimestamp(at, UTC)),
+            )
+        try:
+            # If the hub is killed before the next write, it does this again, with the same id.
+            start_run(database, store, each, Delivery(source=f"schedule/{each.id}", id=str(at)))
+        except Conflict as still_running:
+            logger.warning("a run is left out. %s", still_running)
+        with database.write() as connection:
+            # Unless a person has changed the schedule meanwhile.
+            unchanged = (table.c.id == each.id) & (table.c.next_run_at == at)
+            later = next_run(each.schedule, now)
+            connection.execute(update(table).where(unchanged).values(next_run_at=later))
+
+
+async def keep_schedules(database: Database, store: JobStore) -> None:
+    """Submits the runs when they are due, until it is cancelled."""
+    while True:
+        # After an error, the next time may succeed, for example when the disk has room again.
+        try:
+            await asyncio.to_thread(start_due, database, store, time.time())
+        except Exception:
+            logger.exception("cannot start the scheduled jobs that are due")
+        await asyncio.sleep(_CHECK_SECONDS)
