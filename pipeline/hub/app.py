@@ -30,6 +30,7 @@ from pipeline.hub.routes import (
     commits,
     contents,
     discussions,
+    followers,
     git_http,
     large_files,
     pages,
@@ -140,7 +141,7 @@ def create_app(
     for router in (
         *(contents.lists, administration.router, webhooks.router, pages.router, commits.router),
         *(repositories.router, discussions.router, large_files.router, git_http.router),
-        *(contents.api, contents.files, others),
+        *(followers.router, contents.api, contents.files, others),
     ):
         api.include_router(router, dependencies=[Depends(identified)])
 

@@ -40,7 +40,7 @@ from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
 from pipeline.hub.git import Signature
-from pipeline.hub.http_json import chunks
+from pipeline.hub.http_json import Json, chunks
 from pipeline.hub.repositories import (
     REPOSITORY_TYPES,
     RefChange,
@@ -154,6 +154,12 @@ class Hub:
     needed_commits: NeededCommits
     """Returns the shas of the commits that releases and jobs need, in all repositories."""
     remarks_on: Remarks
+    followers: dict[str, dict[str, tuple[float, Json]]] = field(default_factory=dict)
+    """Id of a model repository → name of a server that follows it → when it reported last
+    (`time.monotonic`), and what. In memory only, because each reports again within a minute."""
+    turns: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Id of a model repository → the follower that may swap now, and when its turn ends
+    (`time.monotonic`)."""
     git_slots: Mapping[str, asyncio.Semaphore]
     """One semaphore for each kind of git's work: `list` (of the refs), `clone` and `push`. A clone
     keeps its slot until its client has read the whole answer. The kinds have separate slots, so

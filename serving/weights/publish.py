@@ -140,7 +140,7 @@ def publish_state_dict(
                 f"free, and {SPARE_BYTES:,} of them must stay free; prune releases or move the "
                 "state folder"
             )
-        with _unfinished_folder(pipeline_dir) as folder:
+        with unfinished_folder(pipeline_dir) as folder:
             files, stored, tied = shards.write_shards(
                 tensors, folder, max_shard_bytes=max_shard_bytes
             )
@@ -174,7 +174,7 @@ def publish_state_dict(
 
 
 @contextmanager
-def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
+def unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
     folder = pipeline_dir / f"{UNFINISHED}{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:
