@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from serving.errors import ReleaseError
+from serving.errors import ReleaseError, first_line
 from serving.swap import Swapper
 from serving.weights import fetch
 from serving.weights.release_store import prune
@@ -75,9 +75,12 @@ class Follower:
                     said = answer.headers.get("X-Error-Message", answer.reason_phrase)
                     problem = f"{answer.url}: {answer.status_code} {said}"
                 except httpx.HTTPError as error:
-                    problem = f"{self.source.endpoint} does not answer ({type(error).__name__})"
-                except Exception:
-                    logger.exception("following %s failed", self.source.repo)
+                    problem = f"{self.source.endpoint} does not answer: {first_line(error)}"
+                except (ValueError, KeyError):
+                    problem = f"{self.source.endpoint} does not answer as a hub; check --endpoint"
+                except Exception as error:
+                    problem = f"{type(error).__name__}: {first_line(error)}"
+                    logger.debug("following %s", self.source.repo, exc_info=True)
                 self._log(problem)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.seconds):
