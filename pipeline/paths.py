@@ -27,6 +27,9 @@ class Home:
         and the job that the delivery starts."""
         self.releases_dir = root / "releases"
         """Holds one folder per pipeline. Each of these folders holds one folder per release."""
+        self.followed_dir = root / "followed"
+        """Like `releases_dir`, for the pipelines of other machines that `pipeline serve --follow`
+        serves. They have a folder of their own, because the follower removes old releases."""
         self.bases_dir = root / "bases"
         """Holds the base models. A preset (a small model that hotpush itself makes) is created once
         for each pipeline, in a folder with the pipeline's name. A model from a hub is downloaded

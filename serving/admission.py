@@ -157,6 +157,12 @@ async def check_swap_token(
         raise RequestError(403, "the token is not the admin token or the token of a running job")
 
 
+async def check_webhook_secret(request: Request, *, secret: str) -> None:
+    """Raise RequestError 403 if the request does not have the secret as a webhook sends it."""
+    if not _is_equal(request.headers.get("x-webhook-secret", ""), secret):
+        raise RequestError(403, "X-Webhook-Secret is not the secret of this server")
+
+
 def _is_equal(given: str, key: str) -> bool:
     """Takes the same time for a right and a wrong key, so that the time tells an attacker nothing
     about the key."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -22,7 +22,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.admission import Admission, LiveRelease, check_api_key, check_swap_token, json_routes
+from serving.admission import (
+    Admission,
+    LiveRelease,
+    check_api_key,
+    check_swap_token,
+    check_webhook_secret,
+    json_routes,
+)
 from serving.answer import Answers
 from serving.chat import add_chat
 from serving.completions import add_completions
@@ -43,6 +50,9 @@ from serving.request_errors import RETRY_AFTER, RequestError, model_not_found, t
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_schemas import SwapRequest
+
+if TYPE_CHECKING:
+    from serving.follow import Follower
 
 SWAP_STATUS = {"live": 200, "refused": 422, "superseded": 409, "deferred": 503, "failed": 500}
 
@@ -72,13 +82,14 @@ def create_app(
     admin_token: str,
     job_may_swap: Callable[[str], bool] = lambda token: False,
     folder: Path | None = None,
+    follower: "Follower | None" = None,
 ) -> FastAPI:
     """The application that serves the releases in `releases_dir`, the folder
     `<home>/releases/<pipeline>`.
 
     When the application starts, it serves `folder`. If this is None, it serves the release that was
-    live last, and then swaps in the pending release. When the application stops, it closes
-    `engine`.
+    live last, and then swaps in the pending release. From then on, it serves what `follower` finds
+    on a hub. When the application stops, it closes `engine`.
 
     A request for a swap needs `admin_token`, or a token for which `job_may_swap` returns true.
     `job_may_swap` is called in a thread, so it may wait for a database.
@@ -100,9 +111,13 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await swapper.start(folder)
+        following = None if follower is None else asyncio.create_task(follower.run(swapper))
         try:
             yield
         finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.wait({following})
             await swapper.close()
             await engine.close()
 
@@ -203,6 +218,18 @@ def create_app(
 
     app.include_router(keyed)
     app.include_router(admin)
+    if follower is not None:
+        has_secret = partial(check_webhook_secret, secret=follower.secret)
+        told = APIRouter(route_class=json_routes(has_secret))
+
+        @told.post("/admin/follow", status_code=202)
+        async def follow() -> dict[str, str]:
+            """Look at once whether the followed repository has another release: the route for a
+            webhook of this repository."""
+            follower.wake()
+            return {"follows": follower.source.repo}
+
+        app.include_router(told)
     return app
 
 

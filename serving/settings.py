@@ -52,6 +52,9 @@ class ServingSettings(BaseModel):
     """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
     one write of the record `served.json`."""
 
+    follow_seconds: float = Field(default=30, gt=0)
+    """`pipeline serve --follow` looks this often whether the hub has another release."""
+
     @field_validator("api_key")
     @classmethod
     def _can_be_sent(cls, api_key: SecretStr | None) -> SecretStr | None:

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from serving.admission import LiveRelease
 from serving.app import bind, create_app
 from serving.engine import Engine
+from serving.follow import Follower
 from serving.http.server import Limits, Server
 from serving.settings import ServingSettings
 from serving.tokenizer import load_tokenizer
@@ -154,6 +155,7 @@ def echo_app(
     folder: Path | None = None,
     job_may_swap: Callable[[str], bool] = lambda token: False,
     pipeline: str = "answers",
+    follower: Follower | None = None,
     **settings: Any,
 ) -> FastAPI:
     return create_app(
@@ -164,6 +166,7 @@ def echo_app(
         admin_token=ADMIN_TOKEN,
         job_may_swap=job_may_swap,
         folder=folder,
+        follower=follower,
     )
 
 

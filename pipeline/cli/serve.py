@@ -1,5 +1,7 @@
 """`pipeline serve` and `pipeline gateway`: run a completion server, or the gateway to several."""
 
+import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +13,7 @@ from pipeline.cli.terminal import PipelineOption, without_none
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
+from pipeline.retrain.settings import HUGGING_FACE
 from pipeline.runner.job_store import is_token_of_running_job
 from pipeline.settings import Settings, load_settings
 from pipeline.stack.gateway import create_app as create_gateway
@@ -21,6 +24,7 @@ from serving.settings import ServingSettings
 
 if TYPE_CHECKING:
     from serving.engine import Engine
+    from serving.follow import Follower
 
 app = typer.Typer()
 
@@ -37,12 +41,26 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Overrides `host` in the settings.")] = None,
     port: Annotated[int | None, typer.Option(help="Overrides `port` in the settings.")] = None,
+    follow: Annotated[
+        str | None,
+        typer.Option(metavar="OWNER/NAME", help="Serve the release that this model repository is."),
+    ] = None,
+    endpoint: Annotated[
+        str,
+        typer.Option(envvar="HF_ENDPOINT", help="The hub of --follow. Its token is in HF_TOKEN."),
+    ] = HUGGING_FACE,
+    releases: Annotated[
+        Path | None, typer.Option(help="Where the releases are; by default, in the state folder.")
+    ] = None,
 ) -> None:
     """Run the completion server, on port 8000 by default.
 
     The server serves RELEASE until somebody swaps in another release. Without RELEASE, it begins
     with the release that was served last, and then swaps in the pending release (chosen, but not
     served yet), if there is one.
+
+    With --follow, no pipeline need be configured: the server fetches the branch `main` of a model
+    repository from a hub, and serves it; and again whenever `main` has moved.
     """
     from serving.app import create_app
     from serving.app import serve as serve_app
@@ -50,8 +68,12 @@ def serve(
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "serve")
     tokens = load_tokens(home.tokens_file)
+    if release is not None and follow is not None:
+        raise PipelineError(f"--follow chooses what is served: leave {release!r} or --follow out")
     folder = Path(release) if release is not None and Path(release).is_dir() else None
-    if folder is not None and not settings.pipelines:
+    if follow is not None:
+        name, own_port = pipeline or follow.rpartition("/")[2], settings.serving.port
+    elif folder is not None and not settings.pipelines:
         # A checkpoint folder can be served even if no pipeline is configured. Requests then give
         # the name of the folder as `model`.
         name, own_port = folder.resolve().name, settings.serving.port
@@ -61,7 +83,8 @@ def serve(
     serving = settings.serving.model_copy(
         update=without_none(host=host, port=own_port if port is None else port, engine=engine)
     )
-    releases_dir = home.releases_dir / name
+    own_dir = home.releases_dir if follow is None else home.followed_dir
+    releases_dir = (releases or own_dir / name).absolute()
     if release is not None and folder is None:
         folder = releases_dir / release
     releases_dir.mkdir(parents=True, exist_ok=True)
@@ -73,6 +96,7 @@ def serve(
         admin_token=tokens.admin,
         job_may_swap=lambda token: _job_may_swap(token, settings, home, tokens, name),
         folder=folder,
+        follower=None if follow is None else _follower(follow, endpoint, serving, tokens),
     )
     serve_app(app, serving)
 
@@ -105,6 +129,19 @@ def _job_may_swap(
         return is_token_of_running_job(token, settings, home, tokens, pipeline=pipeline)
     except StoreError as error:
         raise RequestError(503, str(error)) from error
+
+
+def _follower(repo: str, endpoint: str, serving: ServingSettings, tokens: Tokens) -> "Follower":
+    from serving.follow import Follower
+    from serving.weights.fetch import Source
+
+    return Follower(
+        source=Source(endpoint=endpoint.rstrip("/"), repo=repo, token=os.environ.get("HF_TOKEN")),
+        seconds=serving.follow_seconds,
+        secret=os.environ.get("WEBHOOK_SECRET") or tokens.webhook,
+        name=f"{socket.gethostname()}:{serving.port}",
+        url=f"http://{serving.host}:{serving.port}",
+    )
 
 
 def _engine(settings: ServingSettings, *, busy_lock_file: Path) -> "Engine":

@@ -83,6 +83,10 @@ def _facts_of(pipeline: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "damaged", f"{served['reason']}; try: pipeline releases rollback"
     if pending := pipeline["pending_release"]:
         yield "pending", f"{pending}; the next server that starts will serve it"
+    for each in pipeline["followers"]:
+        problem = f"; {each['error']}" if each["error"] else ""
+        serves = f"{each['name']} serves {each['release'] or 'nothing yet'}"
+        yield "follower", f"{serves}, as it said {each['age_seconds']:.0f} s ago{problem}"
     for job in pipeline["queue"]:
         yield "queue", job["line"]
     if pipeline["last_job"]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 from pydantic import BaseModel, ConfigDict
 
 from jobs.errors import HeadAway, NoHead
@@ -133,6 +134,20 @@ class Facts:
             return Dataset.of(pipeline.dataset, None, url, tokens.hub).head(pipeline.ref)
         return None
 
+    def followers(self, pipeline: PipelineSettings) -> list[dict[str, Any]]:
+        """What the servers report that follow the pipeline's releases on the stack's own hub. Empty
+        if no stack is up, or if the hub does not have the repository yet."""
+        if (tokens := self.answering_hub) is None:
+            return []
+        repository = f"{self.settings.hub.owner}/{pipeline.name}"
+        url = f"{self.settings.hub_url}/api/models/{repository}/followers"
+        with suppress(httpx.HTTPError):
+            bearer = {"Authorization": f"Bearer {tokens.hub}"}
+            answer = httpx.get(url, headers=bearer, timeout=5, trust_env=False, verify=False)
+            if answer.is_success:
+                return [dict(each) for each in answer.json()]
+        return []
+
     def releases_dir(self, pipeline: PipelineSettings) -> Path:
         return self.home.releases_dir / pipeline.name
 
@@ -176,6 +191,7 @@ class Facts:
             "ref": pipeline.ref,
             "dataset_head": head,
             "served": served,
+            "followers": self.followers(pipeline),
             "pending_release": pending_release(self.releases_dir(pipeline)),
             "queue_age_seconds": max(
                 (round(now - job.created_at, 1) for job in jobs if not job.has_ended),

@@ -33,6 +33,7 @@ from pipeline.hub.routes import (
     commits,
     contents,
     discussions,
+    followers,
     git_http,
     jobs,
     large_files,
@@ -81,8 +82,8 @@ def create_app(
     `token` is the hub's own token, which may do everything. The hub also accepts the tokens that
     were created with its own token, and the token of each running job of `jobs_store`, to which
     clients, webhooks and schedules submit jobs. The folders of these jobs are in `jobs_dir`, from
-    which the hub sends their logs; `elsewhere` is for those on other machines. `secret_key` is a Fernet key: it encrypts the secrets of
-    webhooks and jobs, and signs the jobs' tokens.
+    which the hub sends their logs; `elsewhere` is for jobs on other machines. `secret_key` is a
+    Fernet key: it encrypts the secrets of webhooks and jobs, and signs the jobs' tokens.
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
@@ -165,7 +166,7 @@ def create_app(
         *(contents.lists, administration.router, webhooks.router, pages.router, jobs.router),
         commits.router,
         *(repositories.router, discussions.router, large_files.router, git_http.router),
-        *(contents.api, contents.files, others),
+        *(followers.router, contents.api, contents.files, others),
     ):
         api.include_router(router, dependencies=[Depends(identified)])
 

@@ -42,7 +42,7 @@ from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
 from pipeline.hub.git import Signature
-from pipeline.hub.http_json import chunks
+from pipeline.hub.http_json import Json, chunks
 from pipeline.hub.releases import Releases, refresh
 from pipeline.hub.repositories import (
     REPOSITORY_TYPES,
@@ -184,6 +184,12 @@ class Hub:
     card_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     """How many READMEs may be checked at once. Anybody may send one, also without a token, and its
     metadata may take four seconds to parse. Several at once would slow down every other request."""
+    followers: dict[str, dict[str, tuple[float, Json]]] = field(default_factory=dict)
+    """Id of a model repository → name of a server that follows it → when it reported last
+    (`time.monotonic`), and what. In memory only, because each reports again within a minute."""
+    turns: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Id of a model repository → the follower that may swap now, and when its turn ends
+    (`time.monotonic`)."""
 
     def identify(self, token: bytes) -> Identity:
         """Who sends this token: it is the hub's own, or a person created it on this hub, or it is a

@@ -143,7 +143,7 @@ def publish_state_dict(
                 f"free, and {SPARE_BYTES:,} of them must stay free; prune releases or move the "
                 "state folder"
             )
-        with _unfinished_folder(pipeline_dir) as folder:
+        with unfinished_folder(pipeline_dir) as folder:
             files, stored, tied = shards.write_shards(
                 tensors, folder, max_shard_bytes=max_shard_bytes
             )
@@ -198,7 +198,7 @@ def adopt_release(
                 same = load_release(pipeline_dir / known).model_copy(update={"id": release.id})
                 if same == release:
                     return pipeline_dir / known
-        with _unfinished_folder(pipeline_dir) as folder:
+        with unfinished_folder(pipeline_dir) as folder:
             for name in release.files:
                 if Path(name).name == name:  # `verify_layout` refuses any other name
                     put_file(name, folder / name)
@@ -220,7 +220,7 @@ def _finish(folder: Path, pipeline_dir: Path, release: Release) -> None:
 
 
 @contextmanager
-def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
+def unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
     folder = pipeline_dir / f"{UNFINISHED}{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:

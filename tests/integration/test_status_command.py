@@ -290,3 +290,16 @@ def test_the_newest_commit_of_a_branch_of_any_name(
     Path(os.environ["PIPELINE_SETTINGS"]).write_text(PIPELINE + f'ref = "{branch}"\n')
     [facts] = json.loads(pipeline("status", "--json"))["pipelines"]
     assert facts["dataset_head"] == hub.git("rev-parse", "HEAD", cwd=worktree).strip()
+
+
+def test_the_servers_that_follow_a_pipeline_are_listed(hub: RunningHub) -> None:
+    hub.api.create_repo("local/facts")
+    report = {"name": "elsewhere:8000", "release": "r000007-1f3ac9d2", "error": "the disk is full"}
+    assert hub.request("POST", "/api/models/local/facts/followers", json=report).is_success
+    [facts] = json.loads(pipeline("status", "--json"))["pipelines"]
+    [follower] = facts["followers"]
+    assert follower.items() >= report.items() and 0 <= follower["age_seconds"] < 60
+    assert re.search(
+        r"follower +elsewhere:8000 serves r000007-1f3ac9d2, as it said \d+ s ago; the disk is full",
+        pipeline("status"),
+    )

@@ -1,0 +1,288 @@
+"""Servers elsewhere follow a model repository: what is fetched, and what is served when `main`
+moves or the hub is away."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import pytest
+import torch
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serving.errors import ReleaseError
+from serving.follow import Follower
+from serving.weights.fetch import Source, fetch_release
+from serving.weights.publish import publish_state_dict
+from serving.weights.release_store import release_ids
+from serving.weights.verify import verify_release
+from tests.hub_fixtures import TOKEN, RunningHub, running_hub
+from tests.jobs_fixtures import until as wait_until
+from tests.serving_fixtures import echo_app, echo_release, network_release, running
+
+ROOT = Path(__file__).parents[2]
+REPO = "local/answers"
+NUM_TENSORS = 20
+NUM_FLOATS = 100_000
+"""Of each tensor."""
+
+
+class Wire:
+    """What goes from the hub to its clients, which a test may count and change."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.num_turns = 0
+        self.has_ranges = True
+        self.fault: Literal["cut", "flip", "hold"] | None = None
+        """What happens to the content of shards; or the second one is not sent until `go_on`."""
+        self.is_held = threading.Event()
+        self.go_on = threading.Event()
+        self._app: ASGIApp | None = None
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        self._app = app
+        return self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        self.num_turns += path.endswith("/turn")
+        if "/resolve/" in path and not self.has_ranges:
+            headers = [each for each in scope["headers"] if each[0] != b"range"]
+            scope = {**scope, "headers": headers}
+
+        if self.fault == "hold" and "-00002-of-" in path:
+            self.is_held.set()
+            await asyncio.to_thread(self.go_on.wait)
+
+        async def pass_on(message: Any) -> None:
+            body = message.get("body")
+            if "/resolve/" in path and body:
+                if path.endswith(".safetensors"):
+                    body = self._changed(body)
+                self.num_bytes += len(body)
+                message = {**message, "body": body}
+            await send(message)
+
+        assert self._app is not None
+        await self._app(scope, receive, pass_on)
+
+    def _changed(self, body: bytes) -> bytes:
+        match self.fault:
+            case "cut":
+                return body[:-1]
+            case "flip":
+                return body[:-1] + bytes([body[-1] ^ 1])
+        return body
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, wire: Wire) -> Iterator[RunningHub]:
+    with running_hub(tmp_path / "hub", around=wire.around) as hub:
+        hub.api.create_repo(REPO)
+        yield hub
+        wire.go_on.set()
+
+
+def source(hub: RunningHub) -> Source:
+    return Source(endpoint=hub.url, repo=REPO, token=hub.token)
+
+
+def push(hub: RunningHub, folder: Path) -> None:
+    """`main` is this release."""
+    hub.api.upload_folder(repo_id=REPO, folder_path=folder, delete_patterns="*")
+
+
+def large_release(pipeline_dir: Path, *changed: int) -> Path:
+    """A release of four shards, of which these tensors are changed."""
+    tensors = {
+        f"layer.{n:02}.weight": torch.full((NUM_FLOATS,), float(n + 100 * (n in changed)))
+        for n in range(NUM_TENSORS)
+    }
+    files = pipeline_dir.parent / "files"
+    files.mkdir(exist_ok=True)
+    (files / "config.json").write_text("{}")
+    size = NUM_TENSORS * NUM_FLOATS
+    release = publish_state_dict(pipeline_dir, tensors, files_dir=files, max_shard_bytes=size)
+    return pipeline_dir / release.id
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_only_what_differs_is_fetched(
+    hub: RunningHub, wire: Wire, tmp_path: Path, has_ranges: bool
+) -> None:
+    made, fetched = tmp_path / "made", tmp_path / "fetched"
+    wire.has_ranges = has_ranges
+    first, second = large_release(made), large_release(made, 1, 3)
+    for folder in (first, second):
+        push(hub, folder)
+        wire.num_bytes = 0
+        assert fetch_release(fetched, source(hub), "main").id == folder.name
+        assert verify_release(fetched / folder.name) == ()
+    if has_ranges:  # the rest is the manifest and the index
+        assert 0.1 < wire.num_bytes / (NUM_TENSORS * NUM_FLOATS * 4) < 0.11
+    shards = sorted(each.name for each in first.glob("*.safetensors"))
+    same = [os.path.samefile(fetched / first.name / n, fetched / second.name / n) for n in shards]
+    assert same == [False, True, True, True]
+    wire.num_bytes = 0
+    assert fetch_release(fetched, source(hub), "main").id == second.name
+    assert wire.num_bytes == (second / "release.json").stat().st_size, "it was there already"
+
+
+def test_a_damaged_release_damages_no_other_and_is_mended(hub: RunningHub, tmp_path: Path) -> None:
+    made, fetched = tmp_path / "made", tmp_path / "fetched"
+    first, second = large_release(made), large_release(made, 3)
+    push(hub, first)
+    fetch_release(fetched, source(hub), "main")
+    for shard in (fetched / first.name).glob("*.safetensors"):
+        shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    damaged = verify_release(fetched / first.name)
+    push(hub, second)
+    fetch_release(fetched, source(hub), "main")
+    assert verify_release(fetched / second.name) == ()
+    assert verify_release(fetched / first.name) == damaged
+    push(hub, first)
+    fetch_release(fetched, source(hub), "main")
+    assert verify_release(fetched / first.name) == ()
+    assert not list(fetched.glob(".unfinished*"))
+
+
+@pytest.mark.parametrize(("fault", "error"), [("flip", ReleaseError), ("cut", httpx.HTTPError)])
+@pytest.mark.parametrize("has_earlier", [False, True])
+def test_wrong_bytes_never_become_a_release(
+    hub: RunningHub,
+    wire: Wire,
+    tmp_path: Path,
+    fault: Literal["flip", "cut"],
+    error: type[Exception],
+    has_earlier: bool,
+) -> None:
+    made, fetched = tmp_path / "made", tmp_path / "fetched"
+    if has_earlier:
+        push(hub, large_release(made))
+        fetch_release(fetched, source(hub), "main")
+    push(hub, large_release(made, 3))
+    there, wire.fault = release_ids(fetched), fault
+    with pytest.raises(error):
+        fetch_release(fetched, source(hub), "main")
+    assert release_ids(fetched) == there and not list(fetched.glob(".unfinished*"))
+
+
+def test_a_fetch_that_was_killed_begins_again(hub: RunningHub, wire: Wire, tmp_path: Path) -> None:
+    fetched = tmp_path / "fetched"
+    push(hub, folder := large_release(tmp_path / "made"))
+    wire.fault = "hold"
+    command = [sys.executable, "-m", "serving.weights.fetch", str(fetched), hub.url, REPO, "main"]
+    with subprocess.Popen(command, env={**os.environ, "HF_TOKEN": TOKEN}, cwd=ROOT) as process:
+        assert wire.is_held.wait(30)
+        process.kill()
+    assert list(fetched.glob(".unfinished*")) and not release_ids(fetched)
+    wire.fault = None
+    wire.go_on.set()
+    assert fetch_release(fetched, source(hub), "main").id == folder.name
+    assert not list(fetched.glob(".unfinished*"))
+
+
+def test_a_follower_looks_when_it_is_told_and_swaps_when_it_is_its_turn(
+    hub: RunningHub, wire: Wire, tmp_path: Path
+) -> None:
+    push(hub, tmp_path / "made" / echo_release(tmp_path / "made", 1).id)
+    second = echo_release(tmp_path / "made", 2).id
+    follower = Follower(
+        source=source(hub), seconds=3600, secret="s", name="here:1", url="http://here:1"
+    )
+    followers = f"/api/models/{REPO}/followers"
+    reader = hub.request("POST", "/api/settings/tokens/reader").json()["token"]
+
+    def told(route: str, **report: Any) -> Any:
+        headers = {"Authorization": f"Bearer {reader}"}
+        return hub.request("POST", f"{followers}{route}", json=report, headers=headers).json()
+
+    def listed() -> dict[str, Any]:
+        return {each["name"]: each for each in hub.request("GET", followers).json()}
+
+    with running(echo_app(tmp_path / "followed", follower=follower)) as url:
+        wait_until(lambda: "here:1" in listed())
+        wrong = {"X-Webhook-Secret": "wrong"}
+        assert httpx.post(f"{url}/admin/follow", json={}, headers=wrong).status_code == 403
+        hub.api.create_webhook(
+            url=f"{url}/admin/follow", watched=[{"type": "model", "name": REPO}], secret="s"
+        )
+        assert told("/turn", name="other") == {"wait_seconds": 0}
+        num_turns = wire.num_turns
+        push(hub, tmp_path / "made" / second)
+        wait_until(lambda: wire.num_turns >= num_turns + 2)
+        assert httpx.get(f"{url}/health").json()["release"] != second
+        told("", name="other", error="no more")
+        wait_until(lambda: listed()["here:1"]["release"] == second)
+        assert httpx.get(f"{url}/health").json()["release"] == second
+    assert listed()["other"]["error"] == "no more"
+
+
+@contextmanager
+def following(home: Path, endpoint: str) -> Iterator[str]:
+    """`pipeline serve --follow` with the torch engine; its address."""
+    told = {
+        "PYTHONPATH": str(ROOT),
+        "HF_TOKEN": TOKEN,
+        "PIPELINE_HOME": str(home),
+        "PIPELINE_SETTINGS": str(home / "pipeline.toml"),
+        "PIPELINE_SERVING__FOLLOW_SECONDS": "0.2",
+    }
+    options = ["--follow", REPO, "--endpoint", endpoint, "--engine", "torch", "--port", "0"]
+    with (home / "log").open("a") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "serve", *options],
+            env={**os.environ, **told},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+        process.terminate()
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answers(url: str) -> str | None:
+    """The release that answers now."""
+    with suppress(httpx.TransportError):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
+        return str(answer.json().get("system_fingerprint"))
+    return None
+
+
+def test_a_server_elsewhere_serves_what_main_is(tmp_path: Path) -> None:
+    home, made = tmp_path / "home", tmp_path / "made"
+    home.mkdir()
+    first, second = network_release(made, 1).id, network_release(made, 2).id
+    with ExitStack() as until_away:
+        hub = until_away.enter_context(running_hub(tmp_path / "hub"))
+        hub.api.create_repo(REPO)
+        push(hub, made / first)
+        with following(home, hub.url) as url:
+            wait_until(lambda: answers(url) == first)
+            push(hub, made / second)
+            wait_until(lambda: answers(url) == second)
+            until_away.close()
+            wait_until(lambda: "does not answer" in (home / "log").read_text())
+            assert answers(url) == second
+    with following(home, hub.url) as url:
+        wait_until(lambda: (home / "log").read_text().count("does not answer") == 2)
+        assert answers(url) == second
+    assert (home / "log").read_text().count("does not answer") == 2, "it is not said at each look"
