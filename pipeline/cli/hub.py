@@ -39,6 +39,7 @@ def hub(context: typer.Context) -> None:
         return
     from pipeline.doctor.push_remarks import PushRemarks
     from pipeline.hub.app import create_app, serve
+    from pipeline.runner.elsewhere import jobs_elsewhere
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")
@@ -51,6 +52,7 @@ def hub(context: typer.Context) -> None:
             secret_key=tokens.key.encode(),
             jobs_store=store,
             jobs_dir=home.jobs_dir,
+            elsewhere=jobs_elsewhere(settings, home, tokens),
             needed_commits=partial(needed_commits, home, store),
             remarks_on=PushRemarks(
                 [each for each in settings.pipelines if settings.is_on_own_hub(each)], home

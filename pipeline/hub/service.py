@@ -68,6 +68,11 @@ Remarks = Callable[[Repository, Mapping[str, str], Sequence[RefChange]], Sequenc
 requests (ref → the ref of the branch that it is for), and the changes of the refs."""
 
 
+Take = Callable[[Job, JobOutcome, Callable[[str], Path]], JobOutcome]
+"""The last argument makes a release of what the attempt has uploaded for a pipeline, and returns
+its folder (`take_release`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
     """What jobs on other machines need of this one (`routes/attempts.py`)."""
@@ -75,9 +80,9 @@ class Elsewhere:
     settings: JobsSettings = field(default_factory=JobsSettings)
     variables_of: Callable[[Job], Mapping[str, str]] = lambda job: {}
     """Returns the variables that the current attempt of a job gets, such as its token."""
-    promote: Callable[[Job, JobOutcome], JobOutcome] = lambda job, outcome: outcome
-    """Takes the release that an attempt has uploaded, and has it served. Returns what the outcome
-    is then."""
+    take: Take = lambda job, outcome, upload: outcome
+    """Has the release of a retraining served that was uploaded. Returns how the job has ended
+    then."""
 
 
 def database_path(root: Path) -> Path:

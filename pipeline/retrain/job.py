@@ -24,6 +24,7 @@ from jobs.errors import is_temporary
 from jobs.folder import METRICS, SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange, is_git_url
+from pipeline.retrain.elsewhere import ReleasesOnHub
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.sources import (
@@ -191,6 +192,8 @@ class RetrainJob:
     num_threads: int | None
     """The number of threads for torch. None leaves torch's default."""
     metrics: MetricsWriter
+    elsewhere: ReleasesOnHub | None = None
+    """Where the releases are. None if they are in a folder of this machine."""
     trained: Path | None = None
     """The folder of weights that the user's own trainer has trained. None if the job trains."""
     trained_from: str | None = None
@@ -205,7 +208,10 @@ class RetrainJob:
         folder = Path(environ["JOB_DIR"])
         spec = JobSpec.model_validate_json((folder / SPEC).read_bytes())
         settings = RetrainSettings.model_validate(spec.settings)
-        return cls.of(environ, folder, settings, spec.revisions)
+        elsewhere = ReleasesOnHub.of(environ)
+        if elsewhere is not None:
+            settings = elsewhere.settings_here(settings, folder)
+        return cls.of(environ, folder, settings, spec.revisions, elsewhere=elsewhere)
 
     @classmethod
     def of(
@@ -214,7 +220,7 @@ class RetrainJob:
         folder: Path,
         settings: RetrainSettings,
         revisions: RevisionRange | None,
-        **trained: Any,
+        **values: Any,
     ) -> "RetrainJob":
         """The job that runs in this environment, with its records in `folder`."""
         threads = environ.get("OMP_NUM_THREADS", "")
@@ -231,7 +237,7 @@ class RetrainJob:
             admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
             num_threads=int(threads) if threads.isdigit() else None,
             metrics=MetricsWriter(folder / METRICS),
-            **trained,
+            **values,
         )
 
     @property

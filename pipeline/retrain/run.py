@@ -156,14 +156,19 @@ def _retrain(job: RetrainJob) -> JobOutcome:
     job.record_progress(release=release.id)
 
     with job.stage("promote"):
-        result, reason = promote(
-            job.pipeline_dir,
-            release.id,
-            # A server may still serve a damaged release from memory.
-            instead_of=(snapshot.parent, release.id, *snapshot.passed_over),
-            server_url=job.server_url,
-            admin_token=job.admin_token,
-        )
+        promotion: Promotion = ("published", None)
+        if job.elsewhere is not None:
+            job.elsewhere.upload(job.pipeline_dir / release.id)
+        else:
+            promotion = promote(
+                job.pipeline_dir,
+                release.id,
+                # A server may still serve a damaged release from memory.
+                instead_of=(snapshot.parent, release.id, *snapshot.passed_over),
+                server_url=job.server_url,
+                admin_token=job.admin_token,
+            )
+    result, reason = promotion
     forced = release.lineage.forced
     reasons = (
         reason,
@@ -178,6 +183,8 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
     with job.stage("snapshot"):
         wanted = job.revisions.new_sha if job.revisions is not None else None
         job.record_progress(dataset_revision=wanted)
+        if job.elsewhere is not None:
+            job.elsewhere.fetch_chosen(job.pipeline_dir)
         damaged = damaged_releases(job.pipeline_dir)
         parent = find_parent(job.pipeline_dir, damaged)
         parent_id = parent.id if parent is not None else None

@@ -5,12 +5,14 @@ import signal
 import threading
 from contextlib import nullcontext
 
-from jobs.job import Job, attempt_token
+from jobs.job import Job
+from jobs.launcher import Launcher
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home, settings_file
 from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
 from pipeline.runner.after_jobs import after_jobs
 from pipeline.runner.by_hand import running_services
+from pipeline.runner.elsewhere import attempt_variables
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import head_finder
 from pipeline.settings import SETTINGS_COPY, load_settings
@@ -38,7 +40,7 @@ _KEPT_FROM_JOBS = (
 decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job.
 `SETTINGS_COPY` makes a process read the stack's copy of the settings file; a job must not
 get it, because a job may choose another settings file. Some jobs get the stack's `WEBHOOK_SECRET`
-from `_attempt_variables`."""
+from `attempt_variables`."""
 
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
@@ -70,7 +72,9 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 "PIPELINE_HOME": str(home.root),
                 "PIPELINE_SETTINGS": str(settings_file()),
             },
-            of_attempt=lambda job: _attempt_variables(job, tokens),
+            of_attempt=lambda job: _variables_here(job, tokens),
+            launchers={name: Launcher(each) for name, each in settings.launchers.items()},
+            hub_url=settings.hub_url,
             find_head=head_finder(settings.hub_url, tokens),
             secret_key=tokens.key.encode(),
             alive_file=home.runner_alive,
@@ -78,21 +82,10 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
         runner.run(stop, until_idle=until_idle)
 
 
-def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
-    """The environment variables that are set for one attempt of a job.
-
-    The hub and the completion server both accept the attempt's token, which becomes invalid when
-    the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
-    secret of the stack's webhook. A job that a person submitted does not get this secret. A webhook
-    may start a copy of a job (`pipeline webhooks create --job-id`); such a copy does not get this
-    secret either.
-    """
-    token = attempt_token(job, tokens.key.encode())
-    variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
-    is_copy_for_webhook = "webhook" in job.spec.labels
-    if job.payload is not None and not job.by_hand and not is_copy_for_webhook:
-        variables["WEBHOOK_SECRET"] = tokens.webhook
-    return variables
+def _variables_here(job: Job, tokens: Tokens) -> dict[str, str]:
+    variables = attempt_variables(job, tokens)
+    # The completion server also accepts the attempt's token.
+    return {**variables, "PIPELINE_ADMIN_TOKEN": variables["HF_TOKEN"]}
 
 
 def _user_token_variable(tokens: Tokens) -> dict[str, str]:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from jobs.errors import HeadAway, NoHead
 from jobs.folder import SPEC
 from jobs.job import FindHead, Head, Job
-from jobs.spec import JobSpec, RevisionRange, is_git_url
+from jobs.spec import LOCAL, JobSpec, RevisionRange, is_git_url
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -223,7 +223,7 @@ def retrain_rule(
         skip_if=skip_if,
     )
     spec = JobSpec(
-        command=pipeline.command or (sys.executable, "-m", RETRAINING),
+        command=pipeline.command or (_python(pipeline.launcher), "-m", RETRAINING),
         pipeline=pipeline.name,
         launcher=pipeline.launcher,
         resources=pipeline.resources,
@@ -240,6 +240,10 @@ def retrain_rule(
         },
     )
     return RetrainRule(spec=spec, dataset=pipeline.dataset, endpoint=other_hub, ref=ref)
+
+
+def _python(launcher: str) -> str:
+    return sys.executable if launcher == LOCAL else "python"  # of the agent, see `jobs/agent.py`
 
 
 def submit_retraining(

@@ -32,6 +32,7 @@ from jobs.job import Job, attempt_token, is_start_ticket, job_of_token, unseal
 from jobs.outcome_of_exit import record_result
 from pipeline.hub.errors import BadRequest, Conflict, Unauthorized
 from pipeline.hub.http_json import Json, chunks, json_body
+from pipeline.hub.releases import take_release
 from pipeline.hub.service import HubOf, sent_token
 
 _MAX_FINISH_BYTES = 8 * 2**20
@@ -153,8 +154,11 @@ def _end(hub: HubOf, job: Job, finish: Finish) -> Job:
             raise BadRequest(f"A job must not write {name!r}.")
         write_by_rename(folder / name, text)
     outcome = finish.outcome
-    if outcome is not None and outcome.release is not None:
-        outcome = hub.elsewhere.promote(job, outcome)
+    if outcome is not None and outcome.release is not None and job.spec.pipeline is not None:
+        revision = f"attempts/{job.id}-{job.attempt}"
+        outcome = hub.elsewhere.take(
+            job, outcome, lambda name: take_release(hub.releases, pipeline=name, revision=revision)
+        )
         write_by_rename(folder / OUTCOME, outcome.model_dump_json(indent=2))
     return record_result(hub.jobs_store, job, finish.lost or outcome, hub.elsewhere.settings)
 

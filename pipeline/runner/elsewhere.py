@@ -1,0 +1,96 @@
+"""What attempts get of this machine: the variables of an attempt here, and those of an attempt
+elsewhere. And what the hub does with the release of a retraining elsewhere."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jobs.errors import is_temporary
+from jobs.job import Job, attempt_token
+from jobs.outcome import JobOutcome
+from pipeline.errors import PipelineError
+from pipeline.hub.service import Elsewhere
+from pipeline.paths import Home
+from pipeline.retrain.elsewhere import CHOSEN, RELEASES
+from pipeline.retrain.errors import TemporaryError
+from pipeline.retrain.job import damaged_releases, find_parent
+from pipeline.retrain.run import promote
+from pipeline.settings import Settings
+from pipeline.tokens import Tokens
+from serving.errors import NotEnoughSpace, ServingError, Superseded
+from serving.weights.release_store import load_release, prune
+
+
+def attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
+    """The environment variables that are set for one attempt of a job.
+
+    The hub accepts the attempt's token, which becomes invalid when the attempt ends. If a delivery
+    to the stack's receiver started the job, the job also gets the secret of the stack's webhook. A
+    job that a person submitted does not get this secret. A webhook may start a copy of a job
+    (`pipeline webhooks create --job-id`); such a copy does not get this secret either.
+    """
+    variables = {"HF_TOKEN": attempt_token(job, tokens.key.encode())}
+    is_copy_for_webhook = "webhook" in job.spec.labels
+    if job.payload is not None and not job.by_hand and not is_copy_for_webhook:
+        variables["WEBHOOK_SECRET"] = tokens.webhook
+    return variables
+
+
+def jobs_elsewhere(settings: Settings, home: Home, tokens: Tokens) -> Elsewhere:
+    def variables_of(job: Job) -> dict[str, str]:
+        variables = attempt_variables(job, tokens)
+        if job.spec.pipeline is None:
+            return variables
+        pipeline_dir = home.releases_dir / job.spec.pipeline
+        parent = find_parent(pipeline_dir, damaged_releases(pipeline_dir))
+        return {
+            **variables,
+            RELEASES: f"{settings.hub.owner}/{job.spec.pipeline}",
+            **({} if parent is None else {CHOSEN: parent.id}),
+        }
+
+    def take(job: Job, outcome: JobOutcome, upload: Callable[[str], Path]) -> JobOutcome:
+        try:
+            return _promoted(job, outcome, upload, settings, tokens)
+        except Superseded as moved:
+            # The next attempt trains from the release that was chosen meanwhile.
+            return _failed(outcome, str(moved), may_pass=True)
+        except (PipelineError, ServingError, OSError) as error:
+            may_pass = isinstance(error, TemporaryError | NotEnoughSpace) or is_temporary(error)
+            return _failed(outcome, " ".join(str(error).split()), may_pass=may_pass)
+
+    return Elsewhere(settings=settings.jobs, variables_of=variables_of, take=take)
+
+
+def _promoted(
+    job: Job,
+    outcome: JobOutcome,
+    upload: Callable[[str], Path],
+    settings: Settings,
+    tokens: Tokens,
+) -> JobOutcome:
+    pipeline = settings.pipeline(job.spec.pipeline)
+    folder = upload(pipeline.name)
+    parent = load_release(folder).lineage.parent
+    result, reason = promote(
+        folder.parent,
+        folder.name,
+        instead_of=(parent, folder.name, *damaged_releases(folder.parent)),
+        server_url=settings.server_url(pipeline),
+        admin_token=tokens.admin,
+    )
+    prune(folder.parent, pipeline.keep)
+    reasons = "; ".join(filter(None, (reason, outcome.reason)))
+    served = folder.name if result == "promoted" else outcome.served_release
+    return outcome.model_copy(
+        update={
+            "result": result,
+            "release": folder.name,
+            "served_release": served,
+            "reason": reasons or None,
+        }
+    )
+
+
+def _failed(outcome: JobOutcome, reason: str, *, may_pass: bool) -> JobOutcome:
+    ending = {"result": "failed", "stage": "promote", "release": None, "exit_code": None}
+    return outcome.model_copy(update={**ending, "reason": reason, "may_pass": may_pass})
