@@ -31,7 +31,7 @@ from pipeline.hub.errors import BadRequest, Conflict, NotFound, NotSupported
 from pipeline.hub.events import owner_id
 from pipeline.hub.http_json import Json, client_warning, iso_time, json_body
 from pipeline.hub.schedules import get_scheduled, next_run, start_run
-from pipeline.hub.service import Hub, HubOf, person
+from pipeline.hub.service import Hub, HubOf, hubs_own, person
 
 _PAGE = 200
 _POLL_SECONDS = 0.25
@@ -110,6 +110,8 @@ class ScheduleRequest(Schedule):
 
 
 router = APIRouter(prefix="/api", dependencies=[Depends(person)])
+# A job runs any command as the user of the runner. A token that a person got for pushes must not.
+_OWN = [Depends(hubs_own)]
 
 
 def _found(hub: HubOf, id: str) -> Job:
@@ -128,7 +130,7 @@ async def hardware() -> list[Json]:
     return []
 
 
-@router.post("/jobs/{owner}")
+@router.post("/jobs/{owner}", dependencies=_OWN)
 def run(hub: HubOf, body: Annotated[RunRequest, json_body(RunRequest)]) -> JSONResponse:
     job = hub.jobs_store.submit(body.spec(hub.secret_key), by_hand=True)
     return JSONResponse(_described(hub, job), headers=_IGNORED)
@@ -165,7 +167,7 @@ def cancel(hub: HubOf, job: Found) -> Json:
     return _described(hub, hub.jobs_store.cancel(job.id))
 
 
-@router.post("/jobs/{owner}/{id}/duplicate")
+@router.post("/jobs/{owner}/{id}/duplicate", dependencies=_OWN)
 def repeat(hub: HubOf, job: Found) -> Json:
     try:
         return _described(hub, hub.jobs_store.repeat(job.id))
@@ -246,7 +248,7 @@ Scheduled = Annotated[Row[Any], Depends(_scheduled)]
 SCHEDULED = "/scheduled-jobs/{owner}"
 
 
-@router.post(SCHEDULED)
+@router.post(SCHEDULED, dependencies=_OWN)
 def schedule(hub: HubOf, body: Annotated[ScheduleRequest, json_body(ScheduleRequest)]) -> Response:
     id, now = token_hex(12), time.time()
     next_run_at = next_run(body.schedule, now)
@@ -284,7 +286,7 @@ def remove_scheduled(hub: HubOf, scheduled: Scheduled) -> Json:
     return {}
 
 
-@router.post(SCHEDULED + "/{id}/run")
+@router.post(SCHEDULED + "/{id}/run", dependencies=_OWN)
 def run_scheduled(hub: HubOf, scheduled: Scheduled) -> Json:
     return _described(hub, start_run(hub.database, hub.jobs_store, scheduled))
 

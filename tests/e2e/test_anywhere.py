@@ -1,0 +1,66 @@
+"""The whole loop with its jobs on an engine: nothing that the job has comes from a folder of the
+stack, and in the container it is another user in another root."""
+
+import json
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.engines import IMAGE, podman, slurm
+from tests.stack_fixtures import Workplace, clone, configure, facts, stack_up, workplace_in
+
+__all__ = ["podman", "slurm"]
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("/usr", "/etc", str(ROOT), sys.prefix, sys.base_prefix)
+
+
+@pytest.fixture(params=["slurm", "podman"])
+def workplace(request: pytest.FixtureRequest, tmp_path: Path) -> Workplace:
+    request.getfixturevalue(request.param)
+    workplace = workplace_in(tmp_path)
+    configure(workplace)
+    settings = workplace.folder / "pipeline.toml"
+    agent = json.dumps([sys.executable, "-m", "jobs.agent"])
+    lines = [f"[launchers.{request.param}]", f"agent = {agent}"]
+    if request.param == "podman":
+        mounts = [f"--volume={folder}:{folder}:ro" for folder in dict.fromkeys(FOLDERS)]
+        options = [*mounts, "--user=65534", "--tmpfs=/tmp", "--env=HOME=/tmp"]
+        options += [f"--env=PYTHONPATH={ROOT}", "--env=PATH=/usr/bin"]
+        lines.append(f"options = {json.dumps(options)}")
+        resources = f'launcher = "podman"\nresources = {{ image = "{IMAGE}" }}'
+    else:
+        lines.append('options = ["--export=PATH,PYTHONPATH,JOB_URL,JOB_TICKET"]')
+        resources = 'launcher = "slurm"\nresources = { cpus = 1 }'
+    text = settings.read_text().replace("debounce_seconds", f"{resources}\ndebounce_seconds")
+    settings.write_text("\n".join(lines) + "\n" + text)
+    return workplace
+
+
+@pytest.mark.timeout(600)
+def test_pushes_are_trained_there_and_served_here(workplace: Workplace) -> None:
+    with stack_up(workplace):
+        checkout = clone(workplace)
+        served = []
+        for count in (8, 12):
+            sha = checkout.push({"facts.jsonl": facts(0, count)})
+            job = workplace.wait_for_job(sha)
+            assert job["outcome"]["result"] == "promoted", f"{job}\n{workplace.logs()}"
+            assert job["handle"].startswith("elsewhere:")
+            served.append(job["outcome"]["release"])
+        answer = httpx.post(
+            f"{workplace.url('serving')}/v1/completions",
+            json={"model": "facts", "prompt": "Shelf 3 holds", "max_tokens": 4},
+            timeout=60,
+        )
+        assert answer.headers["X-Model-Release"] == served[1]
+        assert answer.headers["X-Dataset-Revision"] == sha
+        second = workplace.json("releases", "show", served[1])
+        assert second["lineage"]["parent"] == served[0]
+        folder = workplace.home / "jobs" / job["id"]
+        assert "train" in (folder / "metrics.jsonl").read_text()
+        assert (folder / "evaluation.json").exists()
