@@ -8,7 +8,7 @@ A *push job* belongs to a pipeline and was not submitted by hand. The docstring 
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,7 +41,6 @@ from jobs.schema import (
     number_of,
     reading,
     select_jobs,
-    spec_as_json,
     update_job,
     writing,
 )
@@ -435,15 +434,6 @@ class JobStore:
                     return update_job(connection, job_id, cancel_requested=True)
                 case _:
                     return job
-
-    def relabel(self, job_id: str, labels: Mapping[str, str]) -> Job:
-        """Replace the labels of the job, except `webhook`, which the runner interprets. Raises
-        JobNotFound."""
-        with writing(self._engine) as connection:
-            spec = fetch_job(connection, number_of(job_id)).spec
-            kept = {name: value for name, value in spec.labels.items() if name == "webhook"}
-            spec = spec.model_copy(update={"labels": {**labels, **kept}})
-            return update_job(connection, job_id, spec=spec_as_json(spec))
 
 
 def _end_attempt(connection: Connection, job: Job, now: float, **values: Any) -> Job:

@@ -234,17 +234,21 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _launchers_are_known(self) -> "Settings":
         for pipeline in self.pipelines:
-            name, fault = pipeline.launcher, None
-            if name in self.launchers:
-                fault = self.launchers[name].misfit(pipeline.resources)
-            elif name != LOCAL:
-                known = ", ".join([LOCAL, *self.launchers])
-                fault = f"there is none of this name, only {known}; add a table [launchers.{name}]"
-            elif pipeline.resources != Resources():
-                fault = "it takes no [pipelines.resources]; remove this table"
-            if fault:
-                raise ValueError(f"launcher {name!r} of pipeline {pipeline.name!r}: {fault}")
+            if fault := self.misfit(pipeline.launcher, pipeline.resources):
+                raise ValueError(f"pipeline {pipeline.name!r}: {fault}")
         return self
+
+    def misfit(self, launcher: str, resources: Resources) -> str | None:
+        """Why the launcher of this name cannot start a job with these resources. None if it can."""
+        fault = None
+        if launcher in self.launchers:
+            fault = self.launchers[launcher].misfit(resources)
+        elif launcher != LOCAL:
+            known = ", ".join([LOCAL, *self.launchers])
+            fault = f"there is none of this name, only {known}; add a table [launchers.{launcher}]"
+        elif resources != Resources():
+            fault = "it takes no [pipelines.resources] and no --gpus; remove them"
+        return fault and f"launcher {launcher!r}: {fault}"
 
     def pipeline(self, name: str | None) -> PipelineSettings:
         """The pipeline called `name`. If `name` is None and only one pipeline is configured, this

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jobs.job import Job, seal
-from jobs.spec import JobSpec
+from jobs.spec import LOCAL, JobSpec, Resources
 from jobs.store import JobStore
 from pipeline.cli.progress import follow_to_end, report_end
 from pipeline.cli.terminal import JsonOption, PipelineOption, seconds
@@ -48,6 +48,13 @@ def run(
     reason: Annotated[
         str | None, typer.Option(help="Why you use --force. The outcome shows it.")
     ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Where to run: `local`, or [launchers.NAME] of the settings."
+        ),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to ask the launcher for.")] = None,
     timeout: Annotated[
         float | None,
         typer.Option(parser=seconds, metavar="TIME", help="Stop the job after TIME, as in 30m."),
@@ -97,14 +104,23 @@ def run(
     if force is not bool(reason):
         raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
     content = None if payload is None else _read_payload(payload)
+    resources = Resources()
     if command:
-        program = _program(command[0])
+        program = command[0] if launcher not in (None, LOCAL) else _program(command[0])
         of_pipeline = _pipeline_of_command(loaded, pipeline, revision)
     else:
         chosen = loaded.pipeline(pipeline)
         if mode is not None:
             train = chosen.train.model_copy(update={"mode": mode})
             chosen = chosen.model_copy(update={"train": train})
+        launcher, resources = launcher or chosen.launcher, chosen.resources
+    launcher = launcher or LOCAL
+    resources = resources if gpus is None else resources.model_copy(update={"gpus": gpus})
+    if fault := loaded.misfit(launcher, resources):
+        raise PipelineError(fault)
+    place = {"launcher": launcher, "resources": resources}
+    if not command:
+        chosen = chosen.model_copy(update=place)
 
     variables, labels = _pairs("--env", env), _pairs("--label", label)
     shell = [each if "=" in each else f"{each}={_of_shell(each)}" for each in secret or ()]
@@ -113,6 +129,7 @@ def run(
     def amend(spec: JobSpec) -> JobSpec:
         key = load_tokens(home.tokens_file).key.encode()
         changes = {
+            **place,
             "env": {**spec.env, **variables},
             "sealed_env": seal(secrets, key) if secrets else None,
             "labels": {**spec.labels, **labels},

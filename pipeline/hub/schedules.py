@@ -58,9 +58,7 @@ def get_scheduled(connection: Connection, id: str) -> Row[Any]:
     return row
 
 
-def start_run(
-    database: Database, store: JobStore, scheduled: Row[Any], delivery: Delivery | None = None
-) -> Job:
+def start_run(database: Database, store: JobStore, scheduled: Row[Any], delivery: Delivery) -> Job:
     """Submits a run now. With the same `delivery`, the store makes only one job. Raises Conflict if
     the last run has not ended, and `concurrency` is not set."""
     if not scheduled.concurrency and _is_running(store, scheduled.last_job_id):
@@ -70,9 +68,7 @@ def start_run(
         )
     spec = JobSpec.model_validate(scheduled.spec)
     labels = {**spec.labels, LABEL: scheduled.id}
-    job = store.submit(
-        spec.model_copy(update={"labels": labels}), delivery=delivery, by_hand=delivery is None
-    )
+    job = store.submit(spec.model_copy(update={"labels": labels}), delivery=delivery)
     with database.write() as connection:
         last = {"last_job_id": job.id, "last_run_at": job.created_at}
         connection.execute(update(table).where(table.c.id == scheduled.id).values(**last))

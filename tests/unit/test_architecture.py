@@ -82,7 +82,7 @@ def test_every_fault_that_is_survived_names_its_test() -> None:
 def test_every_call_of_the_hub_names_a_test_that_makes_it() -> None:
     section = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8").split("### Calls\n")[1]
     rows = re.findall(r"^\|(.*)\|(.*)\|$", section.split("\n### ")[0], re.MULTILINE)[2:]
-    assert len(rows) > 35
+    assert len(rows) > 25
     for calls, tests in rows:
         named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests)
         assert named, calls

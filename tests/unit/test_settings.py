@@ -306,7 +306,7 @@ def test_a_launcher_is_a_preset_and_what_the_file_changes(file: Path) -> None:
     ("old", "new", "told"),
     [
         ('= "slurm"', '= "slrm"', "none of this name, only local, slurm, own; add"),
-        ('launcher = "slurm"', "", "'local' of pipeline 'facts': it takes no [pipelines.res"),
+        ('launcher = "slurm"', "", "launcher 'local': it takes no [pipelines.resources] and"),
         ("gpus = 1", 'image = "x"', "'submit' passes no image on; remove it".replace("'", "`")),
         ("options", 'preset = "ray"\noptions', ""),
         ("options", 'preset = "kubernetes"\noptions', "it needs image; set it under [pipelines"),

@@ -22,15 +22,15 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from jobs.errors import JobNotFound, PendingJob, SealBroken
+from jobs.errors import JobNotFound, SealBroken
 from jobs.folder import LOG, read_log, tail_offset
 from jobs.job import Job, JobState, seal, unseal
 from jobs.spec import JobSpec
 from pipeline.hub.database import scheduled_jobs as table
-from pipeline.hub.errors import BadRequest, Conflict, NotFound, NotSupported
+from pipeline.hub.errors import BadRequest, NotFound, NotSupported
 from pipeline.hub.events import owner_id
 from pipeline.hub.http_json import Json, client_warning, iso_time, json_body
-from pipeline.hub.schedules import get_scheduled, next_run, start_run
+from pipeline.hub.schedules import get_scheduled, next_run
 from pipeline.hub.service import Hub, HubOf, hubs_own, person
 
 _PAGE = 200
@@ -49,7 +49,7 @@ _IGNORED = client_warning(
     "jobs", ["the image and the flavor are ignored: the command runs on the machine of this stack"]
 )
 _REFUSED = {
-    "attempts": "a command that failed is not started again: use `hf jobs rerun`",
+    "attempts": "a command that failed is not started again: use `pipeline jobs retry`",
     "volumes": "this hub mounts nothing: let the command download what it reads (`hf download`)",
     "expose": "a job's ports are those of the machine of this stack: leave --expose out",
     "ssh": "log in on the machine of this stack instead",
@@ -95,15 +95,8 @@ class RunRequest(BaseModel):
         )
 
 
-class Labels(BaseModel):
-    labels: dict[str, str]
-
-
-class Schedule(BaseModel):
+class ScheduleRequest(BaseModel):
     schedule: str
-
-
-class ScheduleRequest(Schedule):
     jobSpec: RunRequest
     suspend: bool = False
     concurrency: bool = False
@@ -122,12 +115,6 @@ def _found(hub: HubOf, id: str) -> Job:
 
 
 Found = Annotated[Job, Depends(_found)]
-
-
-@router.get("/jobs/hardware")
-async def hardware() -> list[Json]:
-    """Nothing to choose: all jobs run on the same machine."""
-    return []
 
 
 @router.post("/jobs/{owner}", dependencies=_OWN)
@@ -165,19 +152,6 @@ def show(hub: HubOf, job: Found) -> Json:
 @router.post("/jobs/{owner}/{id}/cancel")
 def cancel(hub: HubOf, job: Found) -> Json:
     return _described(hub, hub.jobs_store.cancel(job.id))
-
-
-@router.post("/jobs/{owner}/{id}/duplicate", dependencies=_OWN)
-def repeat(hub: HubOf, job: Found) -> Json:
-    try:
-        return _described(hub, hub.jobs_store.repeat(job.id))
-    except PendingJob as error:
-        raise Conflict(str(error)) from None
-
-
-@router.put("/jobs/{owner}/{id}/labels")
-def relabel(hub: HubOf, job: Found, body: Annotated[Labels, json_body(Labels)]) -> Json:
-    return _described(hub, hub.jobs_store.relabel(job.id, body.labels))
 
 
 @router.get("/jobs/{owner}/{id}/logs")
@@ -286,33 +260,10 @@ def remove_scheduled(hub: HubOf, scheduled: Scheduled) -> Json:
     return {}
 
 
-@router.post(SCHEDULED + "/{id}/run", dependencies=_OWN)
-def run_scheduled(hub: HubOf, scheduled: Scheduled) -> Json:
-    return _described(hub, start_run(hub.database, hub.jobs_store, scheduled))
-
-
-@router.post(SCHEDULED + "/{id}/schedule")
-def reschedule(
-    hub: HubOf, scheduled: Scheduled, body: Annotated[Schedule, json_body(Schedule)]
-) -> Json:
-    later = next_run(body.schedule, time.time())
-    is_suspended = scheduled.next_run_at is None
-    values = {"schedule": body.schedule, "next_run_at": None if is_suspended else later}
-    return _change(hub, scheduled, **values)
-
-
-# After the others, because its path also matches theirs.
 @router.post(SCHEDULED + "/{id}/{act}")
 def suspend_or_resume(hub: HubOf, scheduled: Scheduled, act: Literal["suspend", "resume"]) -> Json:
     later = next_run(scheduled.schedule, time.time())
     return _change(hub, scheduled, next_run_at=later if act == "resume" else None)
-
-
-@router.put(SCHEDULED + "/{id}/labels")
-def relabel_scheduled(
-    hub: HubOf, scheduled: Scheduled, body: Annotated[Labels, json_body(Labels)]
-) -> Json:
-    return _change(hub, scheduled, spec={**scheduled.spec, "labels": body.labels})
 
 
 def _change(hub: Hub, scheduled: Row[Any], **values: object) -> Json:
