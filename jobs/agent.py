@@ -24,6 +24,7 @@ import math
 import multiprocessing
 import os
 import runpy
+import secrets
 import select
 import shutil
 import signal
@@ -465,8 +466,9 @@ def main() -> int:
 def _run_elsewhere(url: str, ticket: str, folder: Path) -> None:
     me = identify(os.getpid())
     assert me is not None
-    # A runner must not take it for a process of its own machine: a container may have its name.
-    handle = f"elsewhere:{name_of(me)}"
+    # A runner must not take it for a process of its own machine: a container may have its name. And
+    # nobody who finds the ticket may guess the handle, with which it would start the agent again.
+    handle = f"elsewhere:{secrets.token_hex(16)}@{name_of(me)}"
     try:
         hub = until_it_works(url, lambda: AttemptOnHub(url, ticket, folder, handle))
     except (LeaseLost, StoreError) as error:
@@ -476,10 +478,11 @@ def _run_elsewhere(url: str, ticket: str, folder: Path) -> None:
     job, settings = started.job, started.settings
     # A command names `python`: it is the one that runs this agent.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    here = {"HF_ENDPOINT": hub.hub_url, "DATASET_ENDPOINT": hub.hub_url, URL: url, "PATH": path}
     env = job_environment(
         job,
         folder / job.id,
-        {**os.environ, **started.variables, "HF_ENDPOINT": hub.hub_url, URL: url, "PATH": path},
+        {**os.environ, **here, **started.variables},
         num_threads=settings.threads(),
         unsealed=started.unsealed,
     )

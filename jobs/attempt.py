@@ -16,13 +16,13 @@ import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.errors import LeaseLost, StoreError, is_temporary
 from jobs.folder import (
@@ -35,7 +35,7 @@ from jobs.folder import (
     prepare_job_folder,
     write_by_rename,
 )
-from jobs.job import Job
+from jobs.job import Job, JobState
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Lost, record_result, time_limit
 from jobs.settings import JobsSettings
@@ -43,22 +43,24 @@ from jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
 
-_GIVE_UP_SECONDS = 600.0
+GIVE_UP_SECONDS = 600.0
 """How long an agent tries to reach the store or the hub. Then a runner ends the attempt."""
 _SECONDS_AFTER_ERROR = 1.0
 _ANSWER_SECONDS = 30.0
 _FINISH_SECONDS = 600.0
 """For an answer to `finish`: the hub may have to take a large release first."""
-PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 512 * 1024
+"""Less than the limit of most proxies for a body, which is 1 MiB."""
 _MAX_PIECES = 64
 """At most so many pieces are sent in one beat, because the agent does nothing else meanwhile."""
-_MAX_RECORD_BYTES = 256 * 1024
+_MAX_RECORDS_BYTES = PIECE_BYTES
 _RECORD = re.compile(r"[A-Za-z][\w-]{0,60}\.json")
 GROWING = (LOG, METRICS)
 """The files of a job's folder to which every attempt appends."""
 
 
 Result = TypeVar("Result")
+Message = TypeVar("Message", bound=BaseModel)
 
 
 class _Message(BaseModel):
@@ -95,6 +97,10 @@ class Finish(_Message):
     """The other files that the job has left in its folder: name → text."""
 
 
+class Finished(_Message):
+    state: JobState
+
+
 class Calls(Protocol):
     """All raise LeaseLost or JobNotFound if the attempt is not the current one of its job any more,
     and StoreError if the store cannot be reached now."""
@@ -128,7 +134,7 @@ def lay_out(job_dir: Path, job: Job) -> None:
 def until_it_works(job_id: str, call: Callable[[], Result]) -> Result:
     """Call until the store or the hub answers. Raises the last error if it is gone for good, and
     any other error at once."""
-    give_up = time.monotonic() + _GIVE_UP_SECONDS
+    give_up = time.monotonic() + GIVE_UP_SECONDS
     while True:
         try:
             return call()
@@ -169,7 +175,7 @@ class AttemptOnHub:
     def __init__(self, url: str, ticket: str, jobs_dir: Path, handle: str) -> None:
         self._url = url
         self._token = ticket
-        self.started = Started.model_validate_json(self._post("start", json={"handle": handle}))
+        self.started = self._post("start", Started, json={"handle": handle})
         self._token = self.started.token
         self._dir = jobs_dir / self.started.job.id
         self._sent = dict.fromkeys(GROWING, 0)
@@ -188,7 +194,7 @@ class AttemptOnHub:
         for _ in range(_MAX_PIECES):
             name, piece = self._next_piece()
             where = {} if name is None else {"name": name, "offset": self._offset(name)}
-            orders = Orders.model_validate_json(self._post("beat", params=where, content=piece))
+            orders = self._post("beat", Orders, params=where, content=piece)
             if name is None:
                 break
             self._sent[name] += len(piece)
@@ -201,10 +207,11 @@ class AttemptOnHub:
             self.beat()
         finish = Finish(
             outcome=result if isinstance(result, JobOutcome) else None,
-            lost=result if isinstance(result, Lost) else None,
+            # Only an engine stops this agent, for example at its own time limit.
+            lost=replace(result, is_shutdown=False) if isinstance(result, Lost) else None,
             records=_records(self._dir),
         )
-        self._post("finish", timeout=_FINISH_SECONDS, content=finish.model_dump_json())
+        self._post("finish", Finished, timeout=_FINISH_SECONDS, content=finish.model_dump_json())
 
     def _offset(self, name: str) -> int:
         return self.started.sizes.get(name, 0) + self._sent[name]
@@ -217,7 +224,14 @@ class AttemptOnHub:
                     return name, piece
         return None, b""
 
-    def _post(self, call: str, timeout: float = _ANSWER_SECONDS, **request: Any) -> bytes:
+    def _post(
+        self,
+        call: str,
+        kind: type[Message],
+        *,
+        timeout: float = _ANSWER_SECONDS,
+        **request: Any,
+    ) -> Message:
         # A connection of its own for each call: none survives a fork.
         where = f"{self._url}/{call}"
         headers = {"Authorization": f"Bearer {self._token}"}
@@ -227,19 +241,26 @@ class AttemptOnHub:
             )
         except httpx.HTTPError as error:
             raise StoreError(f"The hub does not answer at {where}: {error!r}.") from error
-        if answer.is_success:
-            return answer.content
         said = f"{where}: {answer.status_code}: {answer.text[:500]}"
-        if answer.status_code >= 500:
-            raise StoreError(said)
-        logger.warning("%s", said)
-        raise LeaseLost(self._url, "this agent")
+        if answer.status_code in (401, 409):
+            logger.warning("%s", said)
+            raise LeaseLost(self._url, "this agent")
+        try:
+            return kind.model_validate_json(answer.raise_for_status().content)
+        except (httpx.HTTPStatusError, ValidationError) as error:
+            # Perhaps a proxy answers while the hub is away.
+            raise StoreError(f"The hub does not answer as it should: {said}") from error
 
 
 def _records(job_dir: Path) -> dict[str, str]:
-    paths = [each for each in sorted(job_dir.glob("*.json")) if is_record(each.name)]
-    small = [each for each in paths if each.stat().st_size <= _MAX_RECORD_BYTES]
-    return {each.name: each.read_text(errors="replace") for each in small}
+    """The records that have room in one call, the smallest first."""
+    records, room = {}, _MAX_RECORDS_BYTES
+    paths = [each for each in job_dir.glob("*.json") if is_record(each.name) and each.is_file()]
+    for path in sorted(paths, key=lambda each: each.stat().st_size):
+        room -= path.stat().st_size
+        if room >= 0:
+            records[path.name] = path.read_text(errors="replace")
+    return records
 
 
 def is_record(name: str) -> bool:

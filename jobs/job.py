@@ -261,6 +261,15 @@ def is_start_ticket(ticket: str, job: Job, key: bytes) -> bool:
     return hmac.compare_digest(ticket.encode(), start_ticket(job, key).encode())
 
 
+def runs(store: _Jobs, job_id: str, attempt: int) -> bool:
+    """Whether this attempt of the job runs now."""
+    try:
+        job = store.get(job_id)
+    except JobNotFound:
+        return False
+    return job.state == "RUNNING" and job.attempt == attempt
+
+
 def _signature(job_id: str, attempt: int, key: bytes, kind: str = "attempt token") -> str:
     message = f"{kind} {job_id} {attempt}".encode()
     return hmac.new(key, message, hashlib.sha256).hexdigest()

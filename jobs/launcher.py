@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -157,12 +157,8 @@ class Launcher:
         settings = self.settings
         if fault := settings.misfit(resources):
             raise LaunchError(f"{name} cannot be launched with `{settings.submit[0]}`: {fault}.")
-        is_well, told = self._run(settings.status, name)
-        found = self._find(is_well, told)
-        if found not in (None, "unknown"):
+        if self.status(name).state != "unknown":
             return
-        if found is None and (told or not is_well):
-            raise _launch_error(f"ask for {name}", settings.status, told)
         files = {
             "script": f"#!/bin/sh\nexec {shlex.join(settings.agent)}\n",
             "manifest": json.dumps(_manifest(name, settings.agent, environment, resources)),
@@ -179,8 +175,12 @@ class Launcher:
             raise _launch_error(f"submit {name}", settings.submit, told)
 
     def status(self, name: str) -> EngineStatus:
+        """Raises LaunchError if the engine cannot say."""
         is_well, told = self._run(self.settings.status, name)
-        return EngineStatus(self._find(is_well, told) or "unknown", told[-_TOLD_CHARACTERS:])
+        found = self._find(is_well, told)
+        if found is None and (told or not is_well):
+            raise _launch_error(f"ask for {name}", self.settings.status, told)
+        return EngineStatus(found or "unknown", told[-_TOLD_CHARACTERS:])
 
     def cancel(self, name: str) -> None:
         """End the job of this name, if there is one. Raises LaunchError if the engine fails."""
@@ -209,9 +209,9 @@ class Launcher:
         """Run a command. Returns whether it succeeded, and what it printed."""
         known = {"name": name, "options": self.settings.options, **(values or {})}
         words = [filled for word in command for filled in _fill(word, known)]
-        # Files and not pipes: what a command leaves running may hold a pipe open for ever.
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            try:
+        try:
+            # Files and not pipes: what a command leaves running may hold a pipe open for ever.
+            with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
                 code = subprocess.run(
                     words,
                     env={**os.environ, **(environment or {})},
@@ -221,18 +221,19 @@ class Launcher:
                     timeout=LIMIT_SECONDS,
                     check=False,
                 ).returncode
-            except subprocess.TimeoutExpired:
-                return False, f"it took longer than {LIMIT_SECONDS:g} seconds"
-            except OSError as error:
-                return False, f"{words[0]}: {error.strerror}"
-            told = []
-            for file in (output, errors):
-                file.seek(0)
-                text = _COLOURS.sub("", file.read().decode(errors="replace"))
-                told.append(" ".join(text.split()))
+                told = [_one_line(output), _one_line(errors)]
+        except subprocess.TimeoutExpired:
+            return False, f"it took longer than {LIMIT_SECONDS:g} seconds"
+        except OSError as error:
+            return False, f"{words[0]}: {error.strerror}"
         if code == 0:
             return True, told[0]
         return False, f"{told[1] or told[0]} (exit code {code})"
+
+
+def _one_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    return " ".join(_COLOURS.sub("", file.read().decode(errors="replace")).split())
 
 
 def _fill(word: str, values: Mapping[str, str | tuple[str, ...] | None]) -> tuple[str, ...]:

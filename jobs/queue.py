@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, delete, func, insert, select, true, update
 
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
@@ -44,7 +44,7 @@ from jobs.schema import (
     with_revisions,
     writing,
 )
-from jobs.spec import JobSpec
+from jobs.spec import LOCAL, JobSpec
 
 HEAD_RETRY_SECONDS = 5.0
 """If the head of a job's ref cannot be read, it is read again after this time."""
@@ -170,6 +170,7 @@ class _Batch:
                 .where(JOBS.c.number == number_of(job.id))
                 .values(
                     spec=spec_as_json(job.spec),
+                    is_local=job.spec.launcher == LOCAL,
                     run_after=job.run_after,
                     payload=_as_json(job.payload),
                 )
@@ -198,6 +199,7 @@ class _Batch:
                 num_lost=0,
                 cancel_requested=False,
                 by_hand=request.by_hand,
+                is_local=spec.launcher == LOCAL,
             )
             .returning(*JOBS.c)
         ).one()
@@ -223,12 +225,17 @@ Clock = Callable[[Connection], float]
 
 
 def claim_job(
-    engine: Engine, clock: Clock, owner: str, lease_seconds: float, find_head: FindHead | None
+    engine: Engine,
+    clock: Clock,
+    owner: str,
+    lease_seconds: float,
+    find_head: FindHead | None,
+    is_local: bool | None,
 ) -> Job | None:
     """See `JobStore.claim`."""
-    if (again := _claim_again(engine, clock, owner, lease_seconds)) is not None:
+    if (again := _claim_again(engine, clock, owner, lease_seconds, is_local)) is not None:
         return again
-    if (job := _due(engine, clock)) is None:
+    if (job := _due(engine, clock, is_local)) is None:
         return None
     head, failed = None, None
     try:
@@ -246,10 +253,13 @@ def claim_job(
         return _take(connection, job, owner, lease_seconds, head, failed, clock(connection))
 
 
-def _claim_again(engine: Engine, clock: Clock, owner: str, lease_seconds: float) -> Job | None:
+def _claim_again(
+    engine: Engine, clock: Clock, owner: str, lease_seconds: float, is_local: bool | None
+) -> Job | None:
     with reading(engine) as connection:
         gives_way = JOBS.c.outcome.is_not(None) & successor().is_not(None)
         due = is_waiting() & ((JOBS.c.run_after <= clock(connection)) | gives_way)
+        due &= _runs_there(is_local)
         query = select(JOBS.c.number).where(due).order_by(JOBS.c.run_after, JOBS.c.number)
         number = connection.scalar(query.limit(1))
     if number is None:
@@ -277,10 +287,15 @@ def _claim_again(engine: Engine, clock: Clock, owner: str, lease_seconds: float)
         )
 
 
-def _due(engine: Engine, clock: Clock) -> Job | None:
+def _runs_there(is_local: bool | None) -> Any:
+    return true() if is_local is None else JOBS.c.is_local.is_(is_local)
+
+
+def _due(engine: Engine, clock: Clock, is_local: bool | None) -> Job | None:
     """The job that `claim_job` tries to take, with `old_sha` in its range."""
     with reading(engine) as connection:
-        due = select(JOBS).where(is_claimable(), JOBS.c.run_after <= clock(connection))
+        is_due = is_claimable(), JOBS.c.run_after <= clock(connection), _runs_there(is_local)
+        due = select(JOBS).where(*is_due)
         due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
         job = next(iter(select_jobs(connection, due)), None)
         if job is None or not job.trains_head:

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from jobs.agent import BEAT_NOW, TICKET, URL, Attempt, ForkServer
-from jobs.attempt import AttemptInStore
+from jobs.attempt import GIVE_UP_SECONDS, AttemptInStore
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
 from jobs.job import (
@@ -121,7 +121,7 @@ class Runner:
         self._elsewhere: dict[str, Job] = {}
         """The attempts that have a launcher, of all runners."""
         self._submitting: dict[str, tuple[Job, Future[None]]] = {}
-        self._asked: dict[str, Future[EngineStatus]] = {}
+        self._asked: dict[str | None, Future[EngineStatus]] = {}
         """All three by the owners of the attempts."""
         self._alive_file = alive_file
         self._next_touch = 0.0
@@ -252,6 +252,7 @@ class Runner:
 
     def _end_expired(self, now: float, *, is_stopping: bool) -> None:
         expired = self._store.expired()
+        self._asked = {job.owner: each for job in expired if (each := self._asked.get(job.owner))}
         self._late = {job.owner: self._late.get(job.owner, now) for job in expired}
         for job in expired:
             # An agent may be late because the store could not be reached, or because the machine
@@ -315,12 +316,18 @@ class Runner:
             return
         if not changed and now < self._next_claim:
             return
-        while (
-            len(self._running) < self._settings.max_running
-            and len(self._submitting) < _MAX_SUBMITTING
-        ):
+        while True:
+            has_room = len(self._running) < self._settings.max_running
+            may_submit = len(self._submitting) < _MAX_SUBMITTING
+            if not (has_room or may_submit):
+                break
             owner = f"{self._name}.{next(self._numbers)}"
-            job = self._store.claim(owner, self._settings.lease_seconds, self._find_head)
+            job = self._store.claim(
+                owner,
+                self._settings.lease_seconds,
+                self._find_head,
+                is_local=None if has_room and may_submit else has_room,
+            )
             if job is None:
                 break
             if job.has_ended:
@@ -415,20 +422,32 @@ class Runner:
     def _ask_engine(self, job: Job) -> None:
         """Decide about an attempt whose lease has run out, once its engine has answered."""
         assert job.owner is not None
-        launcher, name = self._launchers.get(job.spec.launcher), _name_of_attempt(job)
-        if launcher is None or job.owner in self._submitting:
-            return  # another runner has this launcher
-        if job.owner not in self._asked:
-            self._asked[job.owner] = self._engine_calls.submit(launcher.status, name)
-        if not self._asked[job.owner].done():
+        if job.owner in self._submitting:
             return
-        status = self._asked.pop(job.owner).result()
-        if job.handle is None and status.state in ("queued", "running"):
-            with contextlib.suppress(LeaseLost, JobNotFound):  # ended meanwhile
-                self._store.heartbeat(job.id, job.owner, self._settings.lease_seconds)
-            return
+        launcher = self._launchers.get(job.spec.launcher)
+        status = EngineStatus("unknown", "this runner has no such launcher")
+        if launcher is not None:
+            if job.owner not in self._asked:
+                asking = self._engine_calls.submit(launcher.status, _name_of_attempt(job))
+                self._asked[job.owner] = asking
+            if not self._asked[job.owner].done():
+                return
+            try:
+                status = self._asked.pop(job.owner).result()
+            except LaunchError as error:
+                logger.warning("Job %s: %s; asking again", job.id, error)
+                return
+        if status.state in ("queued", "running"):
+            assert job.lease_until is not None
+            if job.handle is None:
+                with contextlib.suppress(LeaseLost, JobNotFound):  # ended meanwhile
+                    lease_seconds = self._settings.lease_seconds
+                    self._store.heartbeat(job.id, job.owner, lease_seconds, is_queued=True)
+                return
+            if self._store.now() < job.lease_until + GIVE_UP_SECONDS:
+                return  # the agent may only be cut off, and tries to reach its hub for as long
         what = "began" if job.handle is None else "went on"
-        reason = f"No agent {what} on {job.spec.launcher}: {status.state} ({status.told or name})."
+        reason = f"No agent {what} on {job.spec.launcher}: {status.state} ({status.told})."
         stage = "launch" if job.handle is None else "lost"
         failed = outcome_of(job, "failed", stage=stage, reason=reason, may_pass=True)
         self._record(job, failed)

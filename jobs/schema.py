@@ -90,6 +90,8 @@ JOBS = Table(
     Column("handle", Text),
     Column("cancel_requested", Boolean, nullable=False),
     Column("by_hand", Boolean, nullable=False),
+    # Whether the job needs a process of the runner, and not of a launcher.
+    Column("is_local", Boolean, nullable=False),
     Column("waits_for", Text),
     # When the handlers of `pipeline/runner/after_jobs.py` got the outcome.
     Column("handled_at", Float),
@@ -258,7 +260,7 @@ def _as_store_error(engine: Engine) -> Iterator[None]:
         ) from error
 
 
-SCHEMA_REVISION = "jobs3"
+SCHEMA_REVISION = "jobs4"
 """The schema that this module declares. It is recorded as Alembic, a library that upgrades database
 schemas, records its revisions."""
 

@@ -271,11 +271,17 @@ class JobStore:
     # What a runner and an agent do
 
     def claim(
-        self, owner: str, lease_seconds: float, find_head: FindHead | None = None
+        self,
+        owner: str,
+        lease_seconds: float,
+        find_head: FindHead | None = None,
+        *,
+        is_local: bool | None = None,
     ) -> Job | None:
         """Choose a job that is due, and give the lease of its next attempt to `owner`, which must
         be a new name for each attempt. The job is then RUNNING. Jobs that wait for another attempt
-        come first, and then the pending job that has been due for the longest time.
+        come first, and then the pending job that has been due for the longest time. With
+        `is_local`, only a job without a launcher is chosen, or only one with a launcher.
 
         If a pending job is for the head of a ref, `find_head` reads the head now; without
         `find_head`, the job must read the head itself. In four cases, the job is not RUNNING
@@ -295,7 +301,7 @@ class JobStore:
         Returns None if no job is due, or if every due job waits for the running job of its
         pipeline, or for the end of a pause.
         """
-        return claim_job(self._engine, self._now, owner, lease_seconds, find_head)
+        return claim_job(self._engine, self._now, owner, lease_seconds, find_head, is_local)
 
     def started(self, job_id: str, owner: str, handle: str) -> Job:
         """Record that the attempt begins. `handle` names the agent that runs it. Returns the job.
@@ -308,16 +314,22 @@ class JobStore:
                 raise LeaseLost(job_id, owner)
             return update_job(connection, job_id, handle=handle)
 
-    def heartbeat(self, job_id: str, owner: str, lease_seconds: float) -> Job:
+    def heartbeat(
+        self, job_id: str, owner: str, lease_seconds: float, *, is_queued: bool = False
+    ) -> Job:
         """Extend the lease. Returns the job, which says whether somebody asked to cancel it. Raises
         LeaseLost.
 
-        A lease that has run out is extended too, unless a runner has ended the attempt.
+        A lease that has run out is extended too, unless a runner has ended the attempt. `is_queued`
+        says that the attempt waits in the queue of an engine, so this time does not count against
+        the job's time limit.
         """
         with writing(self._engine) as connection:
-            fetch_leased(connection, job_id, owner)
-            lease_until = self._now(connection) + lease_seconds
-            return update_job(connection, job_id, lease_until=lease_until)
+            job = fetch_leased(connection, job_id, owner)
+            values: dict[str, float] = {"lease_until": self._now(connection) + lease_seconds}
+            if is_queued and job.started_at is not None and job.lease_until is not None:
+                values["started_at"] = job.started_at + values["lease_until"] - job.lease_until
+            return update_job(connection, job_id, **values)
 
     def finish(self, job_id: str, owner: str, outcome: JobOutcome | None) -> Job:
         """End the job. An `outcome` of None means that the command exited with 0 and wrote no

@@ -156,5 +156,5 @@ class Follower:
         body = {"name": self.name, "url": self.url, **facts}
         answer = await http.post(self.source.api_url(f"followers{route}"), json=body)
         # This hub has just answered for this repository, so it is the route that it does not have.
-        self._is_listed = not (answer.is_client_error or answer.status_code == 501)
+        self._is_listed = answer.status_code not in (404, 405, 501)
         return answer.raise_for_status().json() if self._is_listed else None

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jobs.job import runs
 from jobs.store import JobStore
 from pipeline.hub import http_json
 from pipeline.hub.database import check_database, open_database
@@ -119,6 +121,7 @@ def create_app(
                 log=log,
                 owner=settings.owner,
                 pipeline_dirs=pipeline_dirs,
+                runs=partial(runs, jobs_store),
             )
             upkeep = _keep_up(settings, releases)
             schedule = keep_schedules(database, jobs_store)

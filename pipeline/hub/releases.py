@@ -16,8 +16,9 @@ files of all the releases before it.
 import logging
 import math
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +60,7 @@ from serving.weights.verify import check_files
 logger = logging.getLogger(__name__)
 
 _TAGS = "refs/tags/"
+_ATTEMPTS = re.compile(r"refs/heads/attempts/(j\d+)-(\d{1,9})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,8 @@ class Releases:
     """Who owns the model repositories."""
     pipeline_dirs: Mapping[str, Path]
     """The folder of each pipeline's releases, by the pipeline's name."""
+    runs: Callable[[str, int], bool]
+    """Whether this attempt of the job with this id runs."""
     problems: dict[Path, str] = field(default_factory=dict)
     """Why the last `sync_releases` could not show this release, or any release of this pipeline.
     Requests do not try these again, because each would need time for it."""
@@ -140,6 +144,12 @@ async def refresh(releases: Releases, name: RepositoryName) -> None:
         is_asked_for = pipeline.lower() == name.name.lower()
         if is_asked_for and not await run_in_threadpool(_is_current, releases, pipeline):
             await _sync(releases, pipeline)
+
+
+def branch_of(job_id: str, attempt: int | str) -> str:
+    """The branch to which an attempt elsewhere uploads its release. It is removed after the end of
+    the attempt."""
+    return f"attempts/{job_id}-{attempt}"
 
 
 def take_release(releases: Releases, *, pipeline: str, revision: str) -> Path:
@@ -225,11 +235,18 @@ def _sync_locked(releases: Releases, pipeline: str, repository: Repository) -> N
     removed = _releases_in(refs).keys() - set(present)
     for release_id in removed:
         git(repository.folder, "update-ref", "-d", f"{_TAGS}{release_id}")
+    uploads = [
+        ref
+        for ref in refs
+        if (found := _ATTEMPTS.fullmatch(ref)) and not releases.runs(found[1], int(found[2]))
+    ]
+    for ref in uploads:
+        git(repository.folder, "update-ref", "-d", ref)
     served = read_served(folder).release
     if served is None or served in _releases_in(read_refs(repository)):
         record_served(repository, pipeline=pipeline, release=served)
     record_ref_changes(repository, releases.log)
-    if removed:
+    if removed or uploads:
         # The files of an upload stay, however long it has taken until now.
         sweep(repository, (), grace_seconds=math.inf, new_files_stay=False)
 

@@ -3,13 +3,13 @@ the hub, and uploads its own to a branch of the same model repository. The hub t
 there, and has it served (`pipeline/runner/elsewhere.py`)."""
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.retrain.errors import HubAway
 from pipeline.retrain.settings import RetrainSettings
@@ -19,17 +19,14 @@ from serving.weights.release_store import set_current
 
 logger = logging.getLogger("pipeline.retrain")
 
+UPLOAD_SECONDS, RETRY_SECONDS = 600.0, 5.0
+
 URL = "JOB_URL"
 """The attempt's URL on the hub. Set only elsewhere."""
 RELEASES = "PIPELINE_RELEASES"
 """The model repository of the pipeline's releases: `owner/name`."""
 CHOSEN = "PIPELINE_CHOSEN_RELEASE"
 """The id of the release from which the job goes on. Not set if there is none."""
-
-
-def branch_of(job_id: str, attempt: int | str) -> str:
-    """The branch to which an attempt uploads its release."""
-    return f"attempts/{job_id}-{attempt}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +36,7 @@ class ReleasesOnHub:
     repo: str
     chosen: str | None
     branch: str
+    """To which the attempt uploads its release. The hub knows the name too."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "ReleasesOnHub | None":
@@ -51,7 +49,7 @@ class ReleasesOnHub:
             token=environ["HF_TOKEN"],
             repo=environ[RELEASES],
             chosen=environ.get(CHOSEN),
-            branch=branch_of(environ["JOB_ID"], attempt),
+            branch=f"attempts/{environ['JOB_ID']}-{attempt}",
         )
 
     def settings_here(self, settings: RetrainSettings, job_dir: Path) -> RetrainSettings:
@@ -73,17 +71,28 @@ class ReleasesOnHub:
         set_current(pipeline_dir, release.id)
 
     def upload(self, folder: Path) -> None:
-        """Upload the release in `folder` to the branch of this attempt. Raises HubAway."""
+        """Upload the release in `folder` to the branch of this attempt. Tries for some minutes,
+        because nothing of the training is left after this attempt. Raises HubAway."""
+        give_up = time.monotonic() + UPLOAD_SECONDS
+        while True:
+            try:
+                return self._upload(folder)
+            except Exception as error:  # of several libraries
+                if time.monotonic() > give_up:
+                    raise HubAway(
+                        f"the release cannot be uploaded to {self.repo}: {error}"
+                    ) from error
+                logger.warning("the release cannot be uploaded now: %r; trying again", error)
+            time.sleep(RETRY_SECONDS)
+
+    def _upload(self, folder: Path) -> None:
         api = HfApi(endpoint=self.endpoint, token=self.token)
-        try:
-            api.create_repo(self.repo, exist_ok=True)
-            api.create_branch(self.repo, branch=self.branch, exist_ok=True)
-            api.upload_folder(
-                repo_id=self.repo,
-                folder_path=folder,
-                revision=self.branch,
-                commit_message=f"Release of {self.branch}",
-                delete_patterns="*",  # the branch begins with the files of another release
-            )
-        except (HfHubHTTPError, httpx.HTTPError) as error:
-            raise HubAway(f"the release cannot be uploaded to {self.repo}: {error}") from error
+        api.create_repo(self.repo, exist_ok=True)
+        api.create_branch(self.repo, branch=self.branch, exist_ok=True)
+        api.upload_folder(
+            repo_id=self.repo,
+            folder_path=folder,
+            revision=self.branch,
+            commit_message=f"Release of {self.branch}",
+            delete_patterns="*",  # the branch begins with the files of another release
+        )

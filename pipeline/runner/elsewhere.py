@@ -1,6 +1,8 @@
 """What attempts get of this machine: the variables of an attempt here, and those of an attempt
 elsewhere. And what the hub does with the release of a retraining elsewhere."""
 
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,16 +10,23 @@ from jobs.errors import is_temporary
 from jobs.job import Job, attempt_token
 from jobs.outcome import JobOutcome
 from pipeline.errors import PipelineError
+from pipeline.hub.errors import DiskFull
 from pipeline.hub.service import Elsewhere
 from pipeline.paths import Home
 from pipeline.retrain.elsewhere import CHOSEN, RELEASES
 from pipeline.retrain.errors import TemporaryError
-from pipeline.retrain.job import damaged_releases, find_parent
+from pipeline.retrain.job import PARAPHRASE_TOKEN, damaged_releases, find_parent
 from pipeline.retrain.run import promote
+from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
 from serving.errors import NotEnoughSpace, ServingError, Superseded
 from serving.weights.release_store import load_release, prune
+
+logger = logging.getLogger(__name__)
+
+_PASSED_ON = (PARAPHRASE_TOKEN,)
+"""Variables of the shell that started the stack which a job elsewhere gets too."""
 
 
 def attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
@@ -35,9 +44,16 @@ def attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
     return variables
 
 
+def user_token_variable(tokens: Tokens) -> dict[str, str]:
+    """Passes the user's own token on to the jobs, which need it for other hubs."""
+    token = token_of_shell(os.environ, tokens.hub)
+    return {} if token is None else {OWN_TOKEN: token}
+
+
 def jobs_elsewhere(settings: Settings, home: Home, tokens: Tokens) -> Elsewhere:
     def variables_of(job: Job) -> dict[str, str]:
-        variables = attempt_variables(job, tokens)
+        passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        variables = {**passed_on, **user_token_variable(tokens), **attempt_variables(job, tokens)}
         if job.spec.pipeline is None:
             return variables
         pipeline_dir = home.releases_dir / job.spec.pipeline
@@ -55,7 +71,8 @@ def jobs_elsewhere(settings: Settings, home: Home, tokens: Tokens) -> Elsewhere:
             # The next attempt trains from the release that was chosen meanwhile.
             return _failed(outcome, str(moved), may_pass=True)
         except (PipelineError, ServingError, OSError) as error:
-            may_pass = isinstance(error, TemporaryError | NotEnoughSpace) or is_temporary(error)
+            may_pass = isinstance(error, TemporaryError | NotEnoughSpace | DiskFull)
+            may_pass = may_pass or is_temporary(error)
             return _failed(outcome, " ".join(str(error).split()), may_pass=may_pass)
 
     return Elsewhere(settings=settings.jobs, variables_of=variables_of, take=take)
@@ -78,7 +95,10 @@ def _promoted(
         server_url=settings.server_url(pipeline),
         admin_token=tokens.admin,
     )
-    prune(folder.parent, pipeline.keep)
+    try:
+        prune(folder.parent, pipeline.keep)
+    except (ServingError, OSError):
+        logger.exception("not every old release of %s could be removed", pipeline.name)
     reasons = "; ".join(filter(None, (reason, outcome.reason)))
     served = folder.name if result == "promoted" else outcome.served_release
     return outcome.model_copy(

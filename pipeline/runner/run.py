@@ -9,10 +9,9 @@ from jobs.job import Job
 from jobs.launcher import Launcher
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home, settings_file
-from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
 from pipeline.runner.after_jobs import after_jobs
 from pipeline.runner.by_hand import running_services
-from pipeline.runner.elsewhere import attempt_variables
+from pipeline.runner.elsewhere import attempt_variables, user_token_variable
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import head_finder
 from pipeline.settings import SETTINGS_COPY, load_settings
@@ -66,7 +65,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
             settings.jobs.model_copy(update={"preload": preload}),
             {
                 **{name: each for name, each in os.environ.items() if name not in _KEPT_FROM_JOBS},
-                **_user_token_variable(tokens),
+                **user_token_variable(tokens),
                 "HF_ENDPOINT": settings.hub_url,
                 "DATASET_ENDPOINT": settings.hub_url,
                 "PIPELINE_HOME": str(home.root),
@@ -86,9 +85,3 @@ def _variables_here(job: Job, tokens: Tokens) -> dict[str, str]:
     variables = attempt_variables(job, tokens)
     # The completion server also accepts the attempt's token.
     return {**variables, "PIPELINE_ADMIN_TOKEN": variables["HF_TOKEN"]}
-
-
-def _user_token_variable(tokens: Tokens) -> dict[str, str]:
-    """Passes the user's own token on to the jobs, which need it for other hubs."""
-    token = token_of_shell(os.environ, tokens.hub)
-    return {} if token is None else {OWN_TOKEN: token}

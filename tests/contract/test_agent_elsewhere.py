@@ -18,6 +18,7 @@ from jobs.folder import LOG
 from jobs.job import Job, attempt_token, seal, start_ticket
 from jobs.launcher import Launcher, LauncherSettings
 from jobs.runner import Runner
+from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.hub.service import Elsewhere
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
@@ -145,6 +146,20 @@ def test_an_agent_that_is_killed_is_replaced_and_its_engine_says_why(running: Si
     again = until(lambda: ((now := running.store.get(job.id)).attempt == 2 and now) or None)
     assert again is not None and again.num_lost == 1
     until(lambda: (running.store.get(job.id).handle or handle) != handle)
+
+
+def test_an_agent_that_its_engine_stops_has_lost_its_attempt(running: Site) -> None:
+    job = running.submit("wait_for", "go", "0", max_attempts=1)
+    pids_in(running.log(job))
+    (name,) = running.engine.glob("hotpush-j*-*")
+    os.kill(int(name.read_text()), signal.SIGTERM)
+    assert running.ended(job).state == "ERROR"
+
+
+def test_without_the_launcher_a_job_fails(running: Site) -> None:
+    job = running.store.submit(JobSpec(command=("true",), launcher="gone", max_attempts=1))
+    outcome = running.ended(job).outcome
+    assert outcome is not None and "has no launcher 'gone'" in str(outcome.reason)
 
 
 def test_an_engine_that_starts_nothing_fails_the_job_with_its_words(site: Site) -> None:

@@ -15,6 +15,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner import by_hand, run
 from pipeline.runner.by_hand import with_runner
+from pipeline.runner.elsewhere import user_token_variable
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import Dataset, submit_retraining
 from pipeline.settings import PipelineSettings, Settings, load_settings
@@ -80,7 +81,7 @@ def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", variable)
     tokens = Tokens(hub="stack", admin="a", webhook="w", key="k")
-    assert run._user_token_variable(tokens) == given
+    assert user_token_variable(tokens) == given
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_only_a_job_of_the_stacks_webhook_gets_its_secret(
         job = store.submit(spec, **starts_it)
     key = Fernet.generate_key().decode()
     tokens = Tokens(hub="h", admin="a", webhook="of-the-stacks-webhook", key=key)
-    variables = run._attempt_variables(job, tokens)
+    variables = run._variables_here(job, tokens)
     assert variables.pop("WEBHOOK_SECRET", None) == secret
     assert set(variables) == {"HF_TOKEN", "PIPELINE_ADMIN_TOKEN"}
 

@@ -20,6 +20,7 @@ from jobs.attempt import (
     GROWING,
     PIECE_BYTES,
     Finish,
+    Finished,
     Orders,
     Started,
     beat,
@@ -31,11 +32,12 @@ from jobs.folder import OUTCOME, write_by_rename
 from jobs.job import Job, attempt_token, is_start_ticket, job_of_token, unseal
 from jobs.outcome_of_exit import record_result
 from pipeline.hub.errors import BadRequest, Conflict, Unauthorized
-from pipeline.hub.http_json import Json, chunks, json_body
-from pipeline.hub.releases import take_release
+from pipeline.hub.http_json import chunks, json_body
+from pipeline.hub.releases import branch_of, take_release
 from pipeline.hub.service import HubOf, sent_token
 
-_MAX_FINISH_BYTES = 8 * 2**20
+_MAX_FINISH_BYTES = 4 * PIECE_BYTES
+_MAX_OFFSET = 2**40
 
 router = APIRouter(prefix="/api/jobs/{job_id}/attempts/{attempt:int}")
 
@@ -103,14 +105,16 @@ async def extend(
 ) -> Orders:
     """The body is what comes at `offset` of the file `name`. If it is sent again, because its
     answer was lost, nothing changes."""
+    # First, because the disk may be full.
+    orders = await run_in_threadpool(_beat, hub, job)
     if name is not None:
-        if name not in GROWING or offset < 0:
+        if name not in GROWING or not 0 <= offset <= _MAX_OFFSET:
             raise BadRequest(f"{name!r} from {offset} is no part of {' or '.join(GROWING)}.")
         with _for_writing(hub.jobs_dir / job.id / name) as file:
             async for chunk in chunks(request, max_bytes=PIECE_BYTES):
                 await run_in_threadpool(os.pwrite, file, chunk, offset)
                 offset += len(chunk)
-    return await run_in_threadpool(_beat, hub, job)
+    return orders
 
 
 @contextmanager
@@ -133,7 +137,7 @@ def _beat(hub: HubOf, job: Job) -> Orders:
 @router.post("/finish")
 async def finish(
     hub: HubOf, job: Begun, body: Annotated[Finish, json_body(Finish, max_bytes=_MAX_FINISH_BYTES)]
-) -> Json:
+) -> Finished:
     """Record the end. The release of a retraining is taken from the branch of the attempt before,
     which may take minutes. Until then, the hub extends the lease in the agent's place."""
     ending = asyncio.create_task(run_in_threadpool(_end, hub, job, body))
@@ -142,7 +146,7 @@ async def finish(
             0
         ]:
             await run_in_threadpool(_beat, hub, job)
-        return {"state": (await ending).state}
+        return Finished(state=(await ending).state)
     except (LeaseLost, JobNotFound) as error:
         raise Conflict(str(error)) from None
 
@@ -154,10 +158,10 @@ def _end(hub: HubOf, job: Job, finish: Finish) -> Job:
             raise BadRequest(f"A job must not write {name!r}.")
         write_by_rename(folder / name, text)
     outcome = finish.outcome
-    if outcome is not None and outcome.release is not None and job.spec.pipeline is not None:
-        revision = f"attempts/{job.id}-{job.attempt}"
+    if outcome is not None and outcome.result == "published" and job.spec.pipeline is not None:
+        branch = branch_of(job.id, job.attempt)
         outcome = hub.elsewhere.take(
-            job, outcome, lambda name: take_release(hub.releases, pipeline=name, revision=revision)
+            job, outcome, lambda name: take_release(hub.releases, pipeline=name, revision=branch)
         )
         write_by_rename(folder / OUTCOME, outcome.model_dump_json(indent=2))
     return record_result(hub.jobs_store, job, finish.lost or outcome, hub.elsewhere.settings)

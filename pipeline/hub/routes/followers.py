@@ -65,7 +65,7 @@ async def take_turn(hub: HubOf, repository: Readable, asking: Told) -> Json:
     """Answers 0 if the server may swap now, or else after how many seconds to ask again."""
     now = time.monotonic()
     name, ends_at = hub.turns.get(repository.id, (asking.name, now))
-    if name != asking.name and now < ends_at:
-        return {"wait_seconds": WAIT_SECONDS}
+    if now < ends_at:
+        return {"wait_seconds": 0 if name == asking.name else WAIT_SECONDS}
     hub.turns[repository.id] = (asking.name, now + TURN_SECONDS)
     return {"wait_seconds": 0}

@@ -91,6 +91,16 @@ def test_time_after_a_lease_ran_out_is_no_run_time(store: JobStore, clock: Clock
     assert claim(store).started_at == clock.now - 5 - 10
 
 
+def test_time_in_an_engines_queue_is_no_run_time(store: JobStore, clock: Clock) -> None:
+    store.submit(spec(launcher="slurm"))
+    assert store.claim("local", 10, is_local=True) is None
+    job = store.claim("slurm", 10, is_local=False)
+    assert job is not None and job.started_at is not None
+    clock.now += 100
+    now = store.heartbeat(job.id, "slurm", 10, is_queued=True)
+    assert (now.started_at, now.lease_until) == (job.started_at + 100, clock() + 10)
+
+
 def test_a_lost_job_with_a_successor_is_not_attempted_again(store: JobStore) -> None:
     store.submit(spec("b", "a"))
     job = claim(store)
