@@ -24,7 +24,7 @@ LABEL = "scheduled-job"
 """The label of a run has the id of its scheduled job."""
 LATE_SECONDS = 60.0
 """A run that starts later than this was missed: the hub did not run when it was due."""
-_CHECK_SECONDS = 1.0
+_CHECK_SECONDS, _SECONDS_AFTER_ERROR = 1.0, 30.0
 _ALIASES = {
     "@yearly": "0 0 1 1 *",
     "@annually": "0 0 1 1 *",
@@ -109,9 +109,11 @@ def start_due(database: Database, store: JobStore, now: float) -> None:
 async def keep_schedules(database: Database, store: JobStore) -> None:
     """Submits the runs when they are due, until it is cancelled."""
     while True:
+        pause = _CHECK_SECONDS
         # After an error, the next time may succeed, for example when the disk has room again.
         try:
             await asyncio.to_thread(start_due, database, store, time.time())
         except Exception:
             logger.exception("cannot start the scheduled jobs that are due")
-        await asyncio.sleep(_CHECK_SECONDS)
+            pause = _SECONDS_AFTER_ERROR
+        await asyncio.sleep(pause)

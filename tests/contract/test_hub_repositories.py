@@ -299,7 +299,6 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         lambda: hub.api.get_space_secrets("Ada/space"),
         lambda: hub.api.super_squash_history("Ada/space", repo_type="space"),
         lambda: hub.api.update_repo_settings("Ada/space", private=False, repo_type="space"),
-        lambda: hub.api.run_job(image="x", command=["true"], namespace="Ada"),
         lambda: hub.api.create_repo(
             "Ada/other", repo_type="space", space_sdk="static", space_secrets=[{"key": "A"}]
         ),

@@ -41,6 +41,7 @@ def routes() -> dict[str, list[str]]:
             token=TOKEN,
             secret_key=SECRET_KEY,
             jobs_store=store,
+            jobs_dir=Path(folder) / "jobs",
             needed_commits=set,
         )
     cells = [cell.cell_contents for cell in app.__closure__]
