@@ -8,11 +8,9 @@ attempt's token, which is good until the attempt ends, and the secrets of the jo
 a ticket in an engine's records later gets nothing for it.
 """
 
-import functools
 import json
 import logging
 import re
-import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -174,9 +172,10 @@ class AttemptOnHub:
 
     def __init__(self, url: str, ticket: str, jobs_dir: Path, handle: str) -> None:
         self._url = url
-        self._token = ticket
-        self.started = self._post("start", Started, json={"handle": handle})
-        self._token = self.started.token
+        with _client(ticket) as self._http:
+            self.started = self._post("start", Started, json={"handle": handle})
+        # Another one, because the agent forks between this call and the next one.
+        self._http = _client(self.started.token)
         self._dir = jobs_dir / self.started.job.id
         self._sent = dict.fromkeys(GROWING, 0)
 
@@ -224,21 +223,10 @@ class AttemptOnHub:
                     return name, piece
         return None, b""
 
-    def _post(
-        self,
-        call: str,
-        kind: type[Message],
-        *,
-        timeout: float = _ANSWER_SECONDS,
-        **request: Any,
-    ) -> Message:
-        # A connection of its own for each call: none survives a fork.
+    def _post(self, call: str, kind: type[Message], **request: Any) -> Message:
         where = f"{self._url}/{call}"
-        headers = {"Authorization": f"Bearer {self._token}"}
         try:
-            answer = httpx.post(
-                where, headers=headers, timeout=timeout, verify=_ssl_context(), **request
-            )
+            answer = self._http.post(where, **request)
         except httpx.HTTPError as error:
             raise StoreError(f"The hub does not answer at {where}: {error!r}.") from error
         said = f"{where}: {answer.status_code}: {answer.text[:500]}"
@@ -268,6 +256,5 @@ def is_record(name: str) -> bool:
     return _RECORD.fullmatch(name) is not None and name not in (IDENTITY, SPEC, PAYLOAD)
 
 
-@functools.cache
-def _ssl_context() -> ssl.SSLContext:
-    return httpx.create_ssl_context()  # takes longer than a call
+def _client(token: str) -> httpx.Client:
+    return httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=_ANSWER_SECONDS)

@@ -208,5 +208,5 @@ def test_a_log_of_a_gigabyte_arrives(running: Site) -> None:
     job = running.store.submit(
         program().model_copy(update={"command": ("sh", "-c", script), "launcher": "shell"})
     )
-    assert until(lambda: running.store.get(job.id).has_ended, seconds=120)
+    assert until(lambda: running.store.get(job.id).has_ended, seconds=240)
     assert running.log(job).stat().st_size == 10**9
