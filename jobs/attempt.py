@@ -45,8 +45,8 @@ GIVE_UP_SECONDS = 600.0
 """How long an agent tries to reach the store or the hub. Then a runner ends the attempt."""
 _SECONDS_AFTER_ERROR = 1.0
 _ANSWER_SECONDS = 30.0
-_FINISH_SECONDS = 600.0
-"""For an answer to `finish`: the hub may have to take a large release first."""
+_RELEASE_SECONDS = 600.0
+"""For an answer to `start` and `finish`: the hub may have to read a large release first."""
 PIECE_BYTES = 512 * 1024
 """Less than the limit of most proxies for a body, which is 1 MiB."""
 _MAX_PIECES = 64
@@ -173,7 +173,9 @@ class AttemptOnHub:
     def __init__(self, url: str, ticket: str, jobs_dir: Path, handle: str) -> None:
         self._url = url
         with _client(ticket) as self._http:
-            self.started = self._post("start", Started, json={"handle": handle})
+            self.started = self._post(
+                "start", Started, json={"handle": handle}, timeout=_RELEASE_SECONDS
+            )
         # Another one, because the agent forks between this call and the next one.
         self._http = _client(self.started.token)
         self._dir = jobs_dir / self.started.job.id
@@ -210,7 +212,7 @@ class AttemptOnHub:
             lost=replace(result, is_shutdown=False) if isinstance(result, Lost) else None,
             records=_records(self._dir),
         )
-        self._post("finish", Finished, timeout=_FINISH_SECONDS, content=finish.model_dump_json())
+        self._post("finish", Finished, timeout=_RELEASE_SECONDS, content=finish.model_dump_json())
 
     def _offset(self, name: str) -> int:
         return self.started.sizes.get(name, 0) + self._sent[name]
