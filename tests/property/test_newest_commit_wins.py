@@ -280,9 +280,9 @@ class NewestCommit(RuleBasedStateMachine):
         self.store.resume("faq")
         for id, commit in list(self.under_way.items()):
             self.submit(id, commit)
-        was_told = bool(self.history) and self.arrived.get(f"d{len(self.history)}") is not None
-        if self.history and not was_told:  # the last delivery was lost, or its job was cancelled
-            self.run_by_hand()
+        told = answer_to(self.store, "hub", f"d{len(self.history)}")
+        if told is None or self.store.get(told["job"]).state == "CANCELED":
+            self.run_by_hand()  # the last delivery was lost, or its job was cancelled
         for _ in range(60):
             self.clock.now += 30
             for number in range(2):
