@@ -87,7 +87,7 @@ class Orders(_Message):
 
 
 class Finish(_Message):
-    """How an attempt elsewhere ended: at most one field is set (`outcome_of_exit`)."""
+    """How an attempt elsewhere ended (`outcome_of_exit`): `outcome` and `lost` are not both set."""
 
     outcome: JobOutcome | None = None
     lost: Lost | None = None

@@ -245,11 +245,7 @@ def job_of_token(token: str, store: _Jobs, key: bytes) -> Job | None:
     job_id, attempt = match[1], int(match[2])
     if not hmac.compare_digest(match[3], _signature(job_id, attempt, key)):
         return None
-    try:
-        job = store.get(job_id)
-    except JobNotFound:
-        return None
-    return job if job.state == "RUNNING" and job.attempt == attempt else None
+    return running_job(store, job_id, attempt)
 
 
 def start_ticket(job: Job, key: bytes) -> str:
@@ -261,13 +257,13 @@ def is_start_ticket(ticket: str, job: Job, key: bytes) -> bool:
     return hmac.compare_digest(ticket.encode(), start_ticket(job, key).encode())
 
 
-def runs(store: _Jobs, job_id: str, attempt: int) -> bool:
-    """Whether this attempt of the job runs now."""
+def running_job(store: _Jobs, job_id: str, attempt: int) -> Job | None:
+    """The job, if it is running and this is its current attempt."""
     try:
         job = store.get(job_id)
     except JobNotFound:
-        return False
-    return job.state == "RUNNING" and job.attempt == attempt
+        return None
+    return job if job.state == "RUNNING" and job.attempt == attempt else None
 
 
 def _signature(job_id: str, attempt: int, key: bytes, kind: str = "attempt token") -> str:

@@ -466,11 +466,11 @@ class Runner:
 
 
 def _clear_away(launcher: Launcher, name: str) -> None:
-    # The agent that has told of the end may still remove its files.
     give_up = time.monotonic() + _ENDING_SECONDS
-    while launcher.status(name).state == "running" and time.monotonic() < give_up:
-        time.sleep(_SECONDS_AFTER_ERROR)
     try:
+        # The agent that has told of the end may still remove its files.
+        while launcher.status(name).state == "running" and time.monotonic() < give_up:
+            time.sleep(_SECONDS_AFTER_ERROR)
         launcher.cancel(name)
     except LaunchError as error:
         # An agent that starts in spite of this may not begin, because the attempt has ended.

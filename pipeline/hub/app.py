@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jobs.job import runs
+from jobs.job import running_job
 from jobs.store import JobStore
 from pipeline.hub import http_json
 from pipeline.hub.database import check_database, open_database
@@ -121,7 +121,7 @@ def create_app(
                 log=log,
                 owner=settings.owner,
                 pipeline_dirs=pipeline_dirs,
-                runs=partial(runs, jobs_store),
+                running_job=partial(running_job, jobs_store),
             )
             upkeep = _keep_up(settings, releases)
             schedule = keep_schedules(database, jobs_store)
@@ -159,9 +159,8 @@ def create_app(
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the probes, the
     # check of a README, a grant in a URL or as an access token of Xet, and the calls of agents.
-    for open_router in (
-        *(probes, commits.checks, large_files.transfers, large_files.xet, attempts.router),
-    ):
+    api.include_router(probes)
+    for open_router in (commits.checks, large_files.transfers, large_files.xet, attempts.router):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.

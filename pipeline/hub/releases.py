@@ -27,6 +27,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
+from jobs.job import Job
 from pipeline.formats import Pointer
 from pipeline.hub.commits import MAX_GIT_BYTES, Change, first_commit, import_commit
 from pipeline.hub.contents import (
@@ -71,8 +72,8 @@ class Releases:
     """Who owns the model repositories."""
     pipeline_dirs: Mapping[str, Path]
     """The folder of each pipeline's releases, by the pipeline's name."""
-    runs: Callable[[str, int], bool]
-    """Whether this attempt of the job with this id runs."""
+    running_job: Callable[[str, int], Job | None]
+    """Returns the job of this id, if this attempt of it runs."""
     problems: dict[Path, str] = field(default_factory=dict)
     """Why the last `sync_releases` could not show this release, or any release of this pipeline.
     Requests do not try these again, because each would need time for it."""
@@ -238,7 +239,7 @@ def _sync_locked(releases: Releases, pipeline: str, repository: Repository) -> N
     uploads = [
         ref
         for ref in refs
-        if (found := _ATTEMPTS.fullmatch(ref)) and not releases.runs(found[1], int(found[2]))
+        if (found := _ATTEMPTS.fullmatch(ref)) and not releases.running_job(found[1], int(found[2]))
     ]
     for ref in uploads:
         git(repository.folder, "update-ref", "-d", ref)

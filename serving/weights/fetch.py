@@ -22,8 +22,7 @@ import httpx
 from pydantic import ValidationError
 
 from serving.errors import ReleaseError, first_line, is_temporary
-from serving.weights.atomic_file import fsync
-from serving.weights.publish import unfinished_folder
+from serving.weights.publish import make_visible, unfinished_folder
 from serving.weights.release import (
     RELEASE_FILE,
     HeaderEntry,
@@ -99,12 +98,9 @@ def fetch_release(pipeline_dir: Path, source: Source, revision: str) -> Release:
                 _bring(http, source.file_url(revision, name), folder / name, release, known)
             if reasons := verify_layout(folder, release):
                 raise ReleaseError(*reasons)
-            for written in (*folder.iterdir(), folder):
-                fsync(written)
             if target.is_dir():
                 target.rename(pipeline_dir / f"{UNFINISHED}{release.id}")
-            folder.rename(target)
-            fsync(pipeline_dir)
+            make_visible(folder, target)
         sweep_locked(pipeline_dir)
     return release
 

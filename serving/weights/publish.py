@@ -213,10 +213,15 @@ def adopt_release(
 def _finish(folder: Path, pipeline_dir: Path, release: Release) -> None:
     """Writes the manifest into the unfinished `folder`, and makes the release visible."""
     (folder / RELEASE_FILE).write_text(release.model_dump_json(indent=2), "utf-8")
+    make_visible(folder, pipeline_dir / release.id)
+
+
+def make_visible(folder: Path, target: Path) -> None:
+    """Renames the complete release in `folder` to `target`, so that it survives a power cut."""
     for written in (*folder.iterdir(), folder):
         fsync(written)
-    os.rename(folder, pipeline_dir / release.id)
-    fsync(pipeline_dir)
+    os.rename(folder, target)
+    fsync(target.parent)
 
 
 @contextmanager

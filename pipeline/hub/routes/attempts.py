@@ -29,7 +29,7 @@ from jobs.attempt import (
 )
 from jobs.errors import JobNotFound, LeaseLost
 from jobs.folder import OUTCOME, write_by_rename
-from jobs.job import Job, attempt_token, is_start_ticket, job_of_token, unseal
+from jobs.job import Job, attempt_token, is_start_ticket, job_of_token, running_job, unseal
 from jobs.outcome_of_exit import record_result
 from pipeline.hub.errors import BadRequest, Conflict, Unauthorized
 from pipeline.hub.http_json import chunks, json_body
@@ -50,11 +50,8 @@ class Start(BaseModel):
 
 def attempt_of(job_id: str, attempt: int, hub: HubOf) -> Job:
     """The job, if this attempt has it now. Raises Conflict otherwise."""
-    try:
-        job = hub.jobs_store.get(job_id)
-    except JobNotFound:
-        job = None
-    if job is None or job.owner is None or job.attempt != attempt:
+    job = running_job(hub.jobs_store, job_id, attempt)
+    if job is None or job.owner is None:
         raise Conflict(f"Job {job_id} has no attempt {attempt} now: another one has it, or none.")
     return job
 
