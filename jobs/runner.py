@@ -5,14 +5,9 @@ several runners may share one store, and a job goes on when its runner dies. If 
 runner ends the attempt: at once if the agent was on the runner's own machine, otherwise when the
 lease has run out. The job then normally gets another attempt.
 
-A job may name a launcher: then an engine, such as Slurm, starts the agent. When such an agent
-begins and ends, the store learns from the agent, like everywhere. A runner asks the engine only
-when a lease has run out: while the engine has the attempt in its queue, the lease is extended;
-otherwise the engine says why the agent is gone.
+If a job names a launcher, an engine such as Slurm starts the agent (`jobs/engines.py`).
 """
 
-import contextlib
-import hashlib
 import itertools
 import logging
 import os
@@ -21,11 +16,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from jobs.agent import BEAT_NOW, TICKET, URL, Attempt, ForkServer
-from jobs.attempt import GIVE_UP_SECONDS, AttemptInStore
+from jobs.agent import BEAT_NOW, Attempt, ForkServer
+from jobs.attempt import AttemptInStore
+from jobs.engines import Engines
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
 from jobs.job import (
@@ -35,10 +30,9 @@ from jobs.job import (
     job_environment,
     log_fields,
     outcome_of,
-    start_ticket,
     unseal,
 )
-from jobs.launcher import EngineStatus, Launcher
+from jobs.launcher import Launcher
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Exit, Lost, StopReason, outcome_of_exit, record_result, time_limit
 from jobs.process import (
@@ -60,11 +54,6 @@ _SECONDS_AFTER_ERROR = 1.0
 """How long a runner waits after the store has failed, before it tries to use the store again."""
 _ALIVE_SECONDS = 0.25
 """A runner updates the modification time of its `alive_file` at most once in this time."""
-_ENGINE_CALLS = 4
-"""How many commands of engines run at once. Each may take some seconds."""
-_MAX_SUBMITTING = 4 * _ENGINE_CALLS
-_ENDING_SECONDS = 10.0
-"""How long an agent may need to exit after its attempt has ended."""
 _STOP_SECONDS = 10.0
 """A runner that is being stopped kills an agent that still runs this long after the agent should
 have killed its command."""
@@ -115,14 +104,9 @@ class Runner:
         self._find_head = find_head
         self._start_agent = start_agent
         self._fork_server: ForkServer | None = None
-        self._launchers = launchers
-        self._hub_url = hub_url
-        self._engine_calls = ThreadPoolExecutor(_ENGINE_CALLS, "engine")
-        self._elsewhere: dict[str, Job] = {}
-        """The attempts that have a launcher, of all runners."""
-        self._submitting: dict[str, tuple[Job, Future[None]]] = {}
-        self._asked: dict[str | None, Future[EngineStatus]] = {}
-        """All three by the owners of the attempts."""
+        self._engines = Engines(
+            store, settings, launchers, hub_url=hub_url, secret_key=secret_key, record=self._record
+        )
         self._alive_file = alive_file
         self._next_touch = 0.0
         me = identify(os.getpid())
@@ -154,7 +138,7 @@ class Runner:
         try:
             self._run(stop, until_idle)
         finally:
-            self._engine_calls.shutdown()
+            self._engines.close()
 
     def _run(self, stop: threading.Event, until_idle: bool) -> None:
         while True:
@@ -208,7 +192,7 @@ class Runner:
             self._next_look = now + self._settings.heartbeat_seconds
             self._look()
             self._end_expired(now, is_stopping=is_stopping)
-        self._check_submissions()
+        self._engines.check_submissions()
         for job in list(self._running.values()):
             if _is_dead(job) or (is_stopping and job.handle is None):
                 self._end_lost(job, is_stopping=is_stopping)
@@ -224,19 +208,15 @@ class Runner:
 
     def _look(self) -> None:
         """Read which attempts run now."""
-        running, elsewhere = {}, {}
-        for job in self._store.list(state="RUNNING"):
-            if job.owner is None:
-                continue
-            if job.spec.launcher != LOCAL:
-                elsewhere[job.owner] = job
-                if job.cancel_requested and job.handle is None:
-                    self._cancel_queued(job)
-            elif job.owner.startswith(self._name) or _is_left_behind(job):
-                running[job.owner] = job
-        for owner in self._elsewhere.keys() - elsewhere.keys():
-            self._clear_away(self._elsewhere[owner])
-        self._elsewhere = elsewhere
+        attempts = [job for job in self._store.list(state="RUNNING") if job.owner is not None]
+        self._engines.look([job for job in attempts if job.spec.launcher != LOCAL])
+        running = {
+            job.owner: job
+            for job in attempts
+            if job.spec.launcher == LOCAL
+            and job.owner is not None
+            and (job.owner.startswith(self._name) or _is_left_behind(job))
+        }
         ended = [job for owner, job in self._running.items() if owner not in running]
         self._running = running
         for job in ended:
@@ -252,7 +232,6 @@ class Runner:
 
     def _end_expired(self, now: float, *, is_stopping: bool) -> None:
         expired = self._store.expired()
-        self._asked = {job.owner: each for job in expired if (each := self._asked.get(job.owner))}
         self._late = {job.owner: self._late.get(job.owner, now) for job in expired}
         for job in expired:
             # An agent may be late because the store could not be reached, or because the machine
@@ -261,7 +240,7 @@ class Runner:
                 if job.spec.launcher == LOCAL:
                     self._end_lost(job, is_stopping=is_stopping)
                 elif not is_stopping:
-                    self._ask_engine(job)
+                    self._engines.end_if_gone(job)
 
     def _tell(self, job: Job, *, is_stopping: bool) -> None:
         """Tell the agent, once, that it must end its attempt."""
@@ -318,7 +297,7 @@ class Runner:
             return
         while True:
             has_room = len(self._running) < self._settings.max_running
-            may_submit = len(self._submitting) < _MAX_SUBMITTING
+            may_submit = self._engines.may_submit
             if not (has_room or may_submit):
                 break
             owner = f"{self._name}.{next(self._numbers)}"
@@ -352,7 +331,7 @@ class Runner:
         job_dir = self._jobs_dir / job.id
         try:
             if job.spec.launcher != LOCAL:
-                return self._submit(job)
+                return self._engines.submit(job)
             env = job_environment(
                 job,
                 job_dir,
@@ -387,101 +366,6 @@ class Runner:
             _log_end(record_result(self._store, job, result, self._settings))
         except (LeaseLost, JobNotFound) as lost:
             logger.warning("%s", lost)
-
-    # Attempts on engines
-
-    def _submit(self, job: Job) -> None:
-        """Raises LaunchError."""
-        assert job.owner is not None
-        launcher = self._launchers.get(job.spec.launcher)
-        if launcher is None or self._secret_key is None:
-            raise LaunchError(
-                f"this runner has no launcher {job.spec.launcher!r}; add a table "
-                f"[launchers.{job.spec.launcher}] to its settings"
-            )
-        hub_url = launcher.settings.hub_url or self._hub_url
-        environment = {
-            URL: f"{hub_url.rstrip('/')}/api/jobs/{job.id}/attempts/{job.attempt}",
-            TICKET: start_ticket(job, self._secret_key),
-        }
-        submission = self._engine_calls.submit(
-            launcher.submit, _name_of_attempt(job), environment, job.spec.resources
-        )
-        self._submitting[job.owner] = (job, submission)
-
-    def _check_submissions(self) -> None:
-        for owner, (job, submission) in list(self._submitting.items()):
-            if submission.done():
-                del self._submitting[owner]
-                if (error := submission.exception()) is not None:
-                    # The engine may be away only now.
-                    reason = f"{job.id} could not start: {error}"
-                    failed = outcome_of(job, "failed", stage="launch", reason=reason, may_pass=True)
-                    self._record(job, failed)
-
-    def _ask_engine(self, job: Job) -> None:
-        """Decide about an attempt whose lease has run out, once its engine has answered."""
-        assert job.owner is not None
-        if job.owner in self._submitting:
-            return
-        launcher = self._launchers.get(job.spec.launcher)
-        status = EngineStatus("unknown", "this runner has no such launcher")
-        if launcher is not None:
-            if job.owner not in self._asked:
-                asking = self._engine_calls.submit(launcher.status, _name_of_attempt(job))
-                self._asked[job.owner] = asking
-            if not self._asked[job.owner].done():
-                return
-            try:
-                status = self._asked.pop(job.owner).result()
-            except LaunchError as error:
-                logger.warning("Job %s: %s; asking again", job.id, error)
-                return
-        if status.state in ("queued", "running"):
-            assert job.lease_until is not None
-            if job.handle is None:
-                with contextlib.suppress(LeaseLost, JobNotFound):  # ended meanwhile
-                    lease_seconds = self._settings.lease_seconds
-                    self._store.heartbeat(job.id, job.owner, lease_seconds, is_queued=True)
-                return
-            if self._store.now() < job.lease_until + GIVE_UP_SECONDS:
-                return  # the agent may only be cut off, and tries to reach its hub for as long
-        what = "began" if job.handle is None else "went on"
-        reason = f"No agent {what} on {job.spec.launcher}: {status.state} ({status.told})."
-        stage = "launch" if job.handle is None else "lost"
-        failed = outcome_of(job, "failed", stage=stage, reason=reason, may_pass=True)
-        self._record(job, failed)
-
-    def _cancel_queued(self, job: Job) -> None:
-        """Cancel an attempt that no agent has begun."""
-        assert job.owner is not None
-        with contextlib.suppress(LeaseLost, JobNotFound):  # an agent has begun it meanwhile
-            _log_end(self._store.release(job.id, job.owner, only_unbegun=True))
-
-    def _clear_away(self, job: Job) -> None:
-        """Leave nothing of an attempt that has ended: neither in the engine's queue nor, for
-        example, a container that has ended."""
-        if (launcher := self._launchers.get(job.spec.launcher)) is not None:
-            self._engine_calls.submit(_clear_away, launcher, _name_of_attempt(job))
-
-
-def _clear_away(launcher: Launcher, name: str) -> None:
-    give_up = time.monotonic() + _ENDING_SECONDS
-    try:
-        # The agent that has told of the end may still remove its files.
-        while launcher.status(name).state == "running" and time.monotonic() < give_up:
-            time.sleep(_SECONDS_AFTER_ERROR)
-        launcher.cancel(name)
-    except LaunchError as error:
-        # An agent that starts in spite of this may not begin, because the attempt has ended.
-        logger.warning("%s", error)
-
-
-def _name_of_attempt(job: Job) -> str:
-    """By which an engine knows the attempt. The store of another stack may have a job of the same
-    id, but none of the same time."""
-    store = hashlib.sha256(f"{job.id} {job.created_at}".encode()).hexdigest()[:8]
-    return f"hotpush-{job.id}-{job.attempt}-{store}"
 
 
 def _agent_of(job: Job) -> ProcessIdentity | None:
