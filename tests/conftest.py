@@ -6,10 +6,13 @@ time here; pytest's own time limit ends a test that hangs.
 
 import asyncio
 import gc
+import os
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import httpx._transports.default
+import pytest
 import uvicorn.server
 from hypothesis import HealthCheck, settings
 
@@ -39,3 +42,13 @@ def pytest_collection_finish() -> None:
     """Exclude what all tests have imported from garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """No test changes the environment of the tests after it."""
+    of_pytest = "PYTEST_CURRENT_TEST"
+    before = {name: each for name, each in os.environ.items() if name != of_pytest}
+    yield
+    after = {name: each for name, each in os.environ.items() if name != of_pytest}
+    assert after == before

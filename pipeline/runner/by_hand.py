@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from pipeline.paths import Home
 from pipeline.runner.job_store import check_schemas, open_job_store
-from pipeline.settings import Settings, load_settings
+from pipeline.settings import Settings
 from pipeline.stack.record import at_running_stack, read_stack
 from pipeline.stack.services import RUNNER, Service, hub_service
 from pipeline.stack.supervisor import Stack
@@ -48,13 +49,12 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
-    # Set the ports in the environment, because both `load_settings` below and the child processes
-    # read the ports there.
-    os.environ["PIPELINE_HUB__PORT"] = str(_free_port())
-    os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
-    settings = load_settings()
+    port = _free_port()
+    hub_settings = settings.hub.model_copy(update={"port": port})
+    settings = settings.model_copy(update={"hub": hub_settings})
+    variables = {"PIPELINE_HUB__PORT": str(port), "PIPELINE_JOBS__METRICS_PORT": "0"}
     hub = hub_service(settings)
-    with running_services([hub] if detach else [hub, RUNNER], home, settings):
+    with running_services([hub] if detach else [hub, RUNNER], home, settings, variables):
         yield settings.hub_url
         if not detach:
             _wait_until_idle(home, settings)
@@ -63,6 +63,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         # runner started earlier, it might find no job and end at once.
         subprocess.Popen(
             [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=home.log_file("runner").open("ab"),
             stderr=subprocess.STDOUT,
@@ -71,10 +72,16 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
 
 
 @contextmanager
-def running_services(services: Sequence[Service], home: Home, settings: Settings) -> Iterator[None]:
+def running_services(
+    services: Sequence[Service],
+    home: Home,
+    settings: Settings,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:
     """Start a stack of these services, and stop it when the `with` block ends. Until then, a thread
-    restarts each child that has ended, and kills each child that hangs."""
-    stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
+    restarts each child that has ended, and kills each child that hangs. The children also get the
+    environment variables `variables`."""
+    stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds, variables=variables)
     stop = threading.Event()
 
     def check() -> None:

@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import filelock
 
@@ -83,10 +84,16 @@ class Stack:
     for the same folder."""
 
     def __init__(
-        self, home: Home, services: Sequence[Service], *, hang_seconds: float = HANG_SECONDS
+        self,
+        home: Home,
+        services: Sequence[Service],
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._home = home
         self._services = services
+        self._variables = variables
         self._hang_seconds = hang_seconds
         self._running: dict[str, _Running] = {}
         self._check_files_at = 0.0
@@ -245,6 +252,7 @@ class Stack:
                 [sys.executable, "-m", "pipeline", *service.arguments],
                 env={
                     **os.environ,
+                    **self._variables,
                     "PIPELINE_HOME": str(self._home.root),
                     "PIPELINE_SETTINGS": str(settings_file()),
                     SETTINGS_COPY: str(self._home.settings_copy),
