@@ -126,7 +126,11 @@ def test_a_receiver(tmp_path: Path) -> None:
 
 @section("In a notebook")
 def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, again = BLOCKS["In a notebook"]
+    [first] = BLOCKS["In a notebook"]
+    again = first.replace("hello {", "good morning {") + (
+        "\n@webhook_endpoint\nasync def goodbye(payload: WebhookPayload):\n"
+        "    return {'message': 'goodbye'}\n\nurl = hello.launch()\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
@@ -225,17 +229,16 @@ def test_a_receiver_that_launches_jobs(tmp_path: Path) -> None:
         assert job.payload is not None and job.payload["repo"]["name"] == "acme/answers"
 
 
-@section("A public URL")
 def test_a_public_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [script] = BLOCKS["A public URL"]
+    script, _ = BLOCKS["A server of your own"]
     monkeypatch.chdir(tmp_path)  # where `.pipeline/receiver-urls.json` is made
-    code = script.replace("cloudflared tunnel --url http://{address}", forwarder(tmp_path))
-    code = code.replace(r"https://[\w-]+\.trycloudflare\.com", FORWARDER_URL)
-    with running(tmp_path, code.replace("Settings(", f"Settings(port={free_port()}, ")) as (
+    tunnel = f"tunnel={forwarder(tmp_path)!r}, tunnel_url_pattern={FORWARDER_URL!r}"
+    code = script.replace("port=7861", f"port={free_port()}, {tunnel}")
+    with running(tmp_path, code.replace("launch()", "launch(share=True)")) as (
         url,
         *_,
     ):
-        assert post(f"{url}/webhooks/hello", SECRET) == {"message": "hello"}
+        assert post(f"{url}/webhooks/say_hello", SECRET) == {"message": "hello"}
         # A stranger sees nothing but the functions.
         assert httpx.get(url, trust_env=False).status_code == 404
 
