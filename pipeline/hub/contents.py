@@ -2,12 +2,10 @@
 in its README. Asks git which paths `.gitattributes` marks as large files, and which paths
 `.gitignore` excludes. Changes nothing in the repository."""
 
-import asyncio
 import contextlib
 import re
-import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +15,7 @@ from pydantic_core import to_jsonable_python
 
 from pipeline.formats import HEAD, MAX_HEAD_CHARACTERS, HeadLoader, Pointer, may_be_pointer
 from pipeline.hub.errors import BadRequest, EntryNotFound, RequestError, RevisionNotFound, TooSlow
-from pipeline.hub.git import PLACE, git, git_environment, lines_of
+from pipeline.hub.git import git, lines_of
 from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.repositories import SHA, Repository, is_path, is_ref_name, read_refs
 
@@ -85,8 +83,6 @@ def read_blobs(repository: Repository, shas: Sequence[str]) -> Iterator[tuple[st
                 start += size + 1
 
 
-SMALL_FILE_BYTES = 1024 * 1024
-_CHUNK_BYTES = 256 * 1024
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 
 
@@ -172,32 +168,8 @@ def changed_files(repository: Repository, before: str | None, after: str) -> lis
 
 
 def read_file(repository: Repository, file: Entry) -> bytes:
-    """The complete content. For small files, this is faster than `stream_file`."""
+    """The complete content, which must fit into memory."""
     return git(repository.folder, "cat-file", "blob", file.oid)
-
-
-async def stream_file(
-    repository: Repository, file: Entry, *, start: int, length: int
-) -> AsyncIterator[bytes]:
-    """Gives `length` bytes of the file from the offset `start`. Only one chunk is in memory."""
-    if length == 0:
-        return
-    with subprocess.Popen(
-        ["git", f"--git-dir={repository.folder}", "cat-file", "blob", file.oid],
-        env=git_environment({PLACE: str(repository.folder)}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            while length and (chunk := await asyncio.to_thread(process.stdout.read, _CHUNK_BYTES)):
-                start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
-                length -= len(chunk)
-                if chunk:
-                    yield chunk
-        finally:
-            process.kill()
 
 
 def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:

@@ -14,7 +14,6 @@
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
-        ├── RangeNotSatisfiable  416
         ├── NotSupported         501
         └── DiskFull             507
 
@@ -105,10 +104,6 @@ class PreconditionFailed(RequestError):
 
 class TooLarge(RequestError):
     status = 413
-
-
-class RangeNotSatisfiable(RequestError):
-    status = 416
 
 
 class NotSupported(RequestError):
