@@ -172,6 +172,12 @@ def read_file(repository: Repository, file: Entry) -> bytes:
     return git(repository.folder, "cat-file", "blob", file.oid)
 
 
+def read_path(repository: Repository, commit: str, path: str) -> bytes:
+    """The content of the small file at the path. Empty if there is no file."""
+    found = find_paths(repository, commit, [path])
+    return read_file(repository, found[0]) if found and found[0].type == "file" else b""
+
+
 def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:
     pointers = pointers_of(repository, [(each.oid, "blob", each.size_bytes) for each in entries])
     return [replace(entry, lfs=pointers.get(entry.oid)) for entry in entries]
@@ -308,23 +314,11 @@ NEW_REPOSITORY = "".join(f"*.{ending} {_TRACKED}\n" for ending in _ENDINGS)
 no diff can show."""
 
 
-def large_file_paths(
-    repository: Repository, attributes: Mapping[str, str], paths: Collection[str]
-) -> set[str]:
-    """The paths among `paths` that the `.gitattributes` files mark as large files.
-
-    `attributes` maps the path of each `.gitattributes` to the sha of its blob.
-    """
+def large_file_paths(repository: Repository, commit: str, paths: Collection[str]) -> set[str]:
+    """The paths among `paths` that the `.gitattributes` files of the commit mark as large files."""
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
-        # Sorted, because git adds an entry quickly only at the end of the index.
-        entries = "".join(f"100644 {sha}\t{path}\0" for path, sha in sorted(attributes.items()))
-        git(
-            repository.folder,
-            *("update-index", "-z", "--index-info"),
-            stdin=entries.encode(),
-            extra=index,
-        )
+        git(repository.folder, "read-tree", commit, extra=index)
         with _patterns_of(ATTRIBUTES_FILE):
             answer = git(
                 repository.folder,

@@ -259,16 +259,6 @@ def test_each_kind_of_upload_opens_a_pull_request(talk: Talk, tmp_path: Path) ->
     assert talk.details(3).status == "open"
 
 
-def test_a_resent_request_opens_no_second_pull_request(talk: Talk) -> None:
-    """The client sends it again if it did not get the answer."""
-    act = {"path_or_fileobj": b"x", "path_in_repo": "x.txt", "create_pr": True, **talk.on}
-    first, again = (talk.api.upload_file(**act) for _ in range(2))
-    assert (first.pr_num, again.pr_num, again.oid) == (1, 1, first.oid)
-    other = talk.api.upload_file(**act | {"path_or_fileobj": b"y"})
-    talk.api.change_discussion_status(discussion_num=1, new_status="closed", **talk.on)
-    assert (other.pr_num, talk.api.upload_file(**act).pr_num) == (2, 3)
-
-
 def test_a_push_that_waits_for_a_merge_is_refused(
     talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,13 +14,12 @@ from starlette.responses import FileResponse, JSONResponse
 
 from pipeline.hub.contents import (
     README,
-    Card,
     Entry,
     find_paths,
     list_commits,
     list_tree,
     parse_card,
-    read_file,
+    read_path,
     resolve_revision,
 )
 from pipeline.hub.database import refs
@@ -210,10 +209,7 @@ def described(repository: Repository, commit: str | None) -> Json:
     if commit is None:
         return facts
     [newest] = list_commits(repository, commit, limit=1)
-    readme = next(iter(find_paths(repository, commit, [README])), None)
-    card = Card()
-    if readme is not None and readme.type == "file":
-        card = parse_card(read_file(repository, readme).decode(errors="replace"))
+    card = parse_card(read_path(repository, commit, README).decode(errors="replace"))
     facts |= {"lastModified": newest["date"], "tags": card.texts("tags"), "cardData": card.metadata}
     if repository.name.type == "model":
         facts |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}
