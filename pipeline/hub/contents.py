@@ -2,7 +2,6 @@
 in its README. Asks git which paths `.gitattributes` marks as large files, and which paths
 `.gitignore` excludes. Changes nothing in the repository."""
 
-import contextlib
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from pipeline.formats import HEAD, MAX_HEAD_CHARACTERS, HeadLoader, Pointer, may_be_pointer
-from pipeline.hub.errors import BadRequest, EntryNotFound, RequestError, RevisionNotFound, TooSlow
+from pipeline.hub.errors import EntryNotFound, RequestError, RevisionNotFound
 from pipeline.hub.git import git, lines_of
 from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.repositories import SHA, Repository, is_path, is_ref_name, read_refs
@@ -319,14 +318,13 @@ def large_file_paths(repository: Repository, commit: str, paths: Collection[str]
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
         git(repository.folder, "read-tree", commit, extra=index)
-        with _patterns_of(ATTRIBUTES_FILE):
-            answer = git(
-                repository.folder,
-                *("check-attr", "--cached", "-z", "--stdin", "filter"),
-                stdin="".join(f"{path}\0" for path in paths).encode(),
-                extra=index,
-                seconds=_MATCHING_SECONDS,
-            )
+        answer = git(
+            repository.folder,
+            *("check-attr", "--cached", "-z", "--stdin", "filter"),
+            stdin="".join(f"{path}\0" for path in paths).encode(),
+            extra=index,
+            seconds=_MATCHING_SECONDS,
+        )
     fields = answer.decode().split("\0")
     return {path for path, value in zip(fields[::3], fields[2::3], strict=False) if value == "lfs"}
 
@@ -336,28 +334,15 @@ def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[
     `ignore_file`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
-        with _patterns_of(IGNORE_FILE):
-            answer = git(
-                repository.folder,
-                *(f"--work-tree={folder}", "check-ignore", "--no-index", "-z", "--stdin"),
-                # With `./`, because git gives a colon at the beginning of a path a special meaning.
-                stdin="".join(f"./{path}\0" for path in paths).encode(),
-                may_exit_with=(1,),  # no path is ignored
-                seconds=_MATCHING_SECONDS,
-            )
+        answer = git(
+            repository.folder,
+            *(f"--work-tree={folder}", "check-ignore", "--no-index", "-z", "--stdin"),
+            # With `./`, because git gives a colon at the beginning of a path a special meaning.
+            stdin="".join(f"./{path}\0" for path in paths).encode(),
+            may_exit_with=(1,),  # no path is ignored
+            seconds=_MATCHING_SECONDS,
+        )
     return {path.removeprefix("./") for path in answer.decode().split("\0")[:-1]}
-
-
-@contextlib.contextmanager
-def _patterns_of(file: str) -> Iterator[None]:
-    """Raises BadRequest if git needs too long in the block, to compare the patterns of `file`."""
-    try:
-        yield
-    except TooSlow:
-        raise BadRequest(
-            f"Git needs more than {_MATCHING_SECONDS:g} s to compare the paths with the patterns "
-            f"in {file}: use fewer `*` in each pattern of {file}, or send fewer files at once."
-        ) from None
 
 
 def tracking_line(path: str) -> str:

@@ -140,7 +140,10 @@ def git(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise TooSlow(f"git {arguments[0]} needed more than {seconds:g} s.") from None
+        raise TooSlow(
+            f"git {arguments[0]} needed more than {seconds:g} s, and was ended: send less at once, "
+            "and use fewer `*` in each pattern of .gitattributes and .gitignore."
+        ) from None
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
     if done.returncode not in (0, *may_exit_with) or _BROKEN_REF in done.stderr:

@@ -45,7 +45,7 @@ from pipeline.hub.repositories import (
     read_refs,
     remember,
 )
-from pipeline.hub.routes.discussions import MAX_TITLE, open_discussion, ref_of
+from pipeline.hub.routes.discussions import MAX_TEXT, MAX_TITLE, open_discussion, ref_of
 from pipeline.hub.service import API, HubOf, Identity, Named, Received, Writer, readable
 from receiver.rules import DEFAULT_BRANCH
 
@@ -208,8 +208,8 @@ def commit_to_pull_request(
         log,
         repository,
         identity,
-        title=body.header.summary[:MAX_TITLE],
-        text=body.header.description or body.header.summary,
+        title=" ".join(body.header.summary.split())[:MAX_TITLE],
+        text=(body.header.description or body.header.summary)[:MAX_TEXT],
         base=base,
         head=sha,
     )

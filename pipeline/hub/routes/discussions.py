@@ -7,7 +7,6 @@ Each change is stored together with its event.
 """
 
 import logging
-import re
 import tempfile
 import time
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from secrets import token_hex
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path
-from pydantic import BaseModel
+from pydantic import BaseModel, StringConstraints
 from sqlalchemy import Connection, Row, func, insert, select, update
 from starlette.requests import Request
 
@@ -39,7 +38,7 @@ Status = Literal["draft", "open", "closed", "merged"]
 CLOSED = ("closed", "merged")
 MAX_TITLE = 200
 MAX_TEXT = 64 * 1024
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_PRINTED = r"[^\x00-\x1f\x7f-\x9f]"
 MAX_DIFF_BYTES = 1024 * 1024
 MAX_TITLES = 250
 """How many commits of a pull request the message of its merge names: the newest ones."""
@@ -55,20 +54,25 @@ _NOT_SHOWN = (
 
 router = APIRouter(prefix=f"{API}/discussions")
 Num = Annotated[int, Path(lt=10**9)]
+# Git refuses a NUL character in the message of a merge, and a message begins with one line.
+Title = Annotated[
+    str, StringConstraints(strip_whitespace=True, pattern=rf"^{_PRINTED}{{1,{MAX_TITLE}}}$")
+]
+Text = Annotated[str, StringConstraints(pattern=r"\S", max_length=MAX_TEXT)]
 
 
 class NewDiscussion(BaseModel):
-    title: str
-    description: str
+    title: Title
+    description: Text
     pullRequest: bool = False
 
 
 class NewComment(BaseModel):
-    comment: str
+    comment: Text
 
 
 class Merge(BaseModel):
-    comment: str | None = None
+    comment: Text | Literal[""] | None = None
 
 
 class NewStatus(Merge):
@@ -223,8 +227,7 @@ def open_discussion(
 ) -> Row[Any]:
     """Opens a discussion, or a pull request for the branch `base`. The pull request's ref first
     points to the commit `head`, or to the newest commit of `base` if `head` is None. The caller
-    holds the repository's lock. Raises BadRequest if the branch does not exist, or if the title or
-    the text is wrong."""
+    holds the repository's lock. Raises BadRequest if the branch does not exist."""
     refs = read_refs(repository)
     if base is not None and base not in refs:
         raise BadRequest(f"The {repository.name} has no commit on {base}: push one first.")
@@ -239,7 +242,7 @@ def open_discussion(
                 id=token_hex(12),
                 repository_id=repository.id,
                 num=num,
-                title=checked_title(title),
+                title=title,
                 author=identity.user,
                 status=status,
                 base=base,
@@ -268,12 +271,7 @@ class _Change:
         self, discussion: Row[Any], text: str, scope: str = "discussion.comment"
     ) -> Row[Any]:
         """Adds a comment, and returns its row. The event of a new discussion has the first comment
-        and the scope `discussion`. Raises BadRequest."""
-        if not text.strip() or len(text) > MAX_TEXT:
-            raise BadRequest(
-                f"A comment must have 1 to {MAX_TEXT} characters and not only white space, and "
-                f"this one has {len(text)}."
-            )
+        and the scope `discussion`."""
         added = self._add(discussion, "comment", text)
         self._tell("create", scope, discussion, added)
         return added
@@ -350,18 +348,6 @@ def find_discussion(connection: Connection, repository: Repository, num: int) ->
             "its number."
         )
     return row
-
-
-def checked_title(title: str) -> str:
-    """The title in one line. Raises BadRequest if it cannot be a title."""
-    line = " ".join(title.split())
-    # The title becomes the message of the merge commit. Git refuses a NUL character there.
-    if not line or len(line) > MAX_TITLE or _CONTROL.search(line):
-        raise BadRequest(
-            f"A title must have 1 to {MAX_TITLE} characters and no control characters, and this "
-            f"one has {len(line)} characters: change it."
-        )
-    return line
 
 
 def difference(repository: Repository, base: str, head: str) -> str:
