@@ -88,7 +88,7 @@ def talk(
 def test_a_discussion_from_its_first_comment_to_its_end(talk: Talk) -> None:
     api, on = talk.api, talk.on
     made = api.create_discussion(title=" A  question ", description="Why *so*?", **on)
-    assert (made.num, made.title, made.status, made.author) == (1, "A question", "open", "local")
+    assert (made.num, made.title, made.status, made.author) == (1, "A  question", "open", "local")
     api.comment_discussion(discussion_num=1, comment="Because.", **on)
     closed = api.change_discussion_status(
         discussion_num=1, new_status="closed", comment="Done.", **on
@@ -96,7 +96,7 @@ def test_a_discussion_from_its_first_comment_to_its_end(talk: Talk) -> None:
     assert closed.new_status == "closed"
     details = talk.details(1)
     assert (details.title, details.status, details.is_pull_request) == (
-        "A question",
+        "A  question",
         "closed",
         False,
     )
@@ -327,9 +327,7 @@ def killed(folder: Path, *arguments: str, **options: Any) -> bytes:
     return git(folder, *arguments, **options)
 
 
-def test_a_merge_that_fails_changes_nothing(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_fails_changes_nothing(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     api, on = talk.api, talk.on
     api.upload_file(path_or_fileobj=b"x\n", path_in_repo="x.txt", create_pr=True, **on)
     head, before = api.dataset_info(talk.id).sha, talk.details(1)
