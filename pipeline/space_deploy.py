@@ -1,9 +1,9 @@
 """Creates or updates a Space that runs a receiver. A Space is a repository with an app, and the
 Hugging Face Hub runs this app.
 
-The Space gets the user's files and, if `app.py` imports `receiver`, the packages of hotpush that it
-needs. Without the user's files, it gets an `app.py` to begin with. It also gets a `README.md` and a
-`requirements.txt` if the user has none.
+The Space gets the user's files, and the packages of hotpush that `receiver` needs. Without the
+user's files, it gets an `app.py` to begin with. It also gets a `README.md` and a `requirements.txt`
+if the user has none.
 """
 
 import re
@@ -108,7 +108,7 @@ def deploy(
                 commit_message="Deploy the receiver",
                 # The Space may have an older version of the packages. Delete the files of the
                 # older version that the new version does not have.
-                delete_patterns=list(PACKAGES) if _uses_receiver(made / APP) else None,
+                delete_patterns=list(PACKAGES),
             ).oid
         url = f"{endpoint.rstrip('/')}/spaces/{space}"
         return Deployed(url=url, files=files, commit=commit)
@@ -143,22 +143,15 @@ def _write_space(into: Path, title: str, folder: Path | None) -> None:
                 f"{APP}, or leave FOLDER out to get an {APP} that shows how to begin"
             )
         app.write_text(GENERATED_APP)
-    needed = ["huggingface_hub"]
-    if _uses_receiver(app):
-        _copy_packages(into)
-        # Without the packages that only an extra needs, such as `hotpush[torch]`.
-        needed = sorted(each for each in requires("hotpush") or () if "extra ==" not in each)
+    _copy_packages(into)
+    # Without the packages that only an extra needs, such as `hotpush[torch]`.
+    needed = sorted(each for each in requires("hotpush") or () if "extra ==" not in each)
     if not (into / REQUIREMENTS).exists():
         (into / REQUIREMENTS).write_text("".join(f"{each}\n" for each in needed))
     readme = into / README
     text = readme.read_text() if readme.exists() else _ABOUT.format(title=title)
     if not text.startswith("---\n"):
         readme.write_text(_FRONT_MATTER.format(title=title) + text)
-
-
-def _uses_receiver(app: Path) -> bool:
-    """Whether the script imports the package `receiver`."""
-    return re.search(r"^\s*(from|import) receiver\b", app.read_text(), re.MULTILINE) is not None
 
 
 def _copy_packages(into: Path) -> None:

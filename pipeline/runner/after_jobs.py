@@ -256,17 +256,16 @@ class RunnerMetrics(Collector):
 # `on_outcome`
 
 
-def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
+def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> None:
     """Run the command `on_outcome`, which gets the job's outcome as JSON on its standard input.
-    Returns True if the command succeeded. Returns False if it failed, if `on_outcome` is not set,
-    or if the job has no outcome.
+    Does nothing if `on_outcome` is not set, or if the job has no outcome.
 
     If the command fails, this function logs a warning. It raises no error, because the job has
     already ended.
     """
     command = pipeline.on_outcome
     if command is None or job.outcome is None:
-        return False
+        return
     ids = {"pipeline": pipeline.name, "job_id": job.id}
     body = json.dumps({"pipeline": pipeline.name, **job.outcome.model_dump(mode="json")})
     # Leave out the variable that names the stack's copy of the settings file. Otherwise a
@@ -291,9 +290,8 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
         logger.warning(
             "on_outcome of %s failed for %s: %s", pipeline.name, job.id, error, extra=ids
         )
-        return False
-    logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
-    return True
+    else:
+        logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
 
 
 # `push_to`
@@ -301,12 +299,11 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
 
 def push_release(
     pipeline: PipelineSettings, job: Job, pipeline_dir: Path, token: str | None
-) -> bool:
+) -> None:
     """Push the release that the job promoted to the repository `push_to`, as its `main` and as a
-    tag. Returns True if it was pushed. If not, this function logs a warning and raises no error,
-    as `notify`."""
+    tag. If this fails, this function logs a warning and raises no error, as `notify`."""
     if pipeline.push_to is None or job.outcome is None or job.outcome.result != "promoted":
-        return False
+        return
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -329,9 +326,8 @@ def push_release(
     except Exception as error:
         reason = first_line(error) if token else f"there is no token; set {OWN_TOKEN_SOURCE}"
         logger.warning("%s was not pushed to %s: %s", release, where, reason, extra=ids)
-        return False
-    logger.info("pushed %s to %s", release, where, extra=ids)
-    return True
+    else:
+        logger.info("pushed %s to %s", release, where, extra=ids)
 
 
 # Old jobs
