@@ -76,9 +76,7 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             (
                 metrics.count,
                 lambda job: remove_unneeded_files(job, home.jobs_dir / job.id),
-                lambda job: _notify(settings, home, job),
-                # Last, because it may take minutes.
-                lambda job: _push(settings, home, job),
+                lambda job: _tell_others(settings, home, job),
             ),
         )
         threads = [
@@ -97,17 +95,13 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 thread.join()
 
 
-def _notify(settings: Settings, home: Home, job: Job) -> None:
+def _tell_others(settings: Settings, home: Home, job: Job) -> None:
     for pipeline in settings.pipelines:
         if pipeline.name == job.spec.pipeline:
             notify(pipeline, job, home.jobs_dir / job.id)
-
-
-def _push(settings: Settings, home: Home, job: Job) -> None:
-    for pipeline in settings.pipelines:
-        if pipeline.name == job.spec.pipeline and pipeline.push_to is not None:
-            token = own_token(os.environ, load_tokens(home.tokens_file).hub)
-            push_release(pipeline, job, home.releases_dir / pipeline.name, token)
+            if pipeline.push_to is not None:  # last, because it may take minutes
+                token = own_token(os.environ, load_tokens(home.tokens_file).hub)
+                push_release(pipeline, job, home.releases_dir / pipeline.name, token)
 
 
 def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threading.Event) -> None:
