@@ -25,8 +25,8 @@ PACKAGES = ("receiver/**", "jobs/**", "serving/**")
 """Patterns that match the files of hotpush's packages in the Space. The packages are sent
 together with the app, because no package index has them. A file of the Space that matches a pattern
 and is no longer sent is deleted."""
-NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
-"""Patterns of the names of files and folders that are not sent to the Space. The first pattern also
+NOT_UPLOADED = shutil.ignore_patterns(".*", "__pycache__", "*.pyc", "node_modules")
+"""The names of files and folders that are not sent to the Space. The first pattern also
 matches `.env`, a file that often holds secrets."""
 
 GENERATED_APP = '''\
@@ -133,8 +133,7 @@ def _write_space(into: Path, title: str, folder: Path | None) -> None:
             raise PipelineError(
                 f"there is no folder {folder}; give the path of the folder that holds {APP}"
             )
-        ignored = shutil.ignore_patterns(*NOT_UPLOADED)
-        shutil.copytree(folder, into, ignore=ignored, dirs_exist_ok=True)
+        shutil.copytree(folder, into, ignore=NOT_UPLOADED, dirs_exist_ok=True)
     app = into / APP
     if not app.exists():
         if folder is not None:
@@ -156,8 +155,7 @@ def _write_space(into: Path, title: str, folder: Path | None) -> None:
 
 def _copy_packages(into: Path) -> None:
     """Copies the packages `receiver` and `jobs`, and `serving.http`, which `receiver` imports."""
-    ignore = shutil.ignore_patterns(*NOT_UPLOADED)
     root = Path(receiver.__path__[0]).parent
     for package in ("receiver", "jobs", "serving/http"):
-        shutil.copytree(root / package, into / package, ignore=ignore, dirs_exist_ok=True)
+        shutil.copytree(root / package, into / package, ignore=NOT_UPLOADED, dirs_exist_ok=True)
     shutil.copy(root / "serving" / "__init__.py", into / "serving")
