@@ -140,7 +140,10 @@ def git(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise TooSlow(f"git {arguments[0]} needed more than {seconds:g} s.") from None
+        raise TooSlow(
+            f"git {arguments[0]} needed more than {seconds:g} s, and was ended: send less at once, "
+            "and use fewer `*` in each pattern of .gitattributes and .gitignore."
+        ) from None
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
     if done.returncode not in (0, *may_exit_with) or _BROKEN_REF in done.stderr:
@@ -255,7 +258,14 @@ def cgi_environment(
 async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncGenerator[bytes, None]:
     """Gives the head of git's answer, and then its body in pieces, while git writes it. Ends git if
     the client goes away. Raises HubError if git answers nothing."""
-    process = await _start(environment, body, stderr=subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        *("git", "http-backend"),
+        stdin=body.fileno(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     try:
         try:
@@ -268,48 +278,27 @@ async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncGenerator
     finally:
         # Shielded, because the request of a client that goes away is cancelled.
         with CancelScope(shield=True):
-            await _end(process)
+            # Kill git and the processes that it started. macOS raises PermissionError if the group
+            # has no process left.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if process.returncode != 0:
+                    os.killpg(process.pid, signal.SIGKILL)
+            # A client that went away has left something in the pipe, and asyncio's `wait` also
+            # waits until it is closed.
+            while await process.stdout.read(_CHUNK_BYTES):
+                pass
+            await process.wait()
 
 
-async def run(environment: dict[str, str], body: IO[bytes]) -> subprocess.CompletedProcess[bytes]:
-    """Runs git to its end. Kills git only if this task is cancelled. After a cancellation or a
-    failure of git, no process that git started is left."""
-    process = await _start(environment, body, stderr=subprocess.PIPE)
-    try:
-        output, complaints = await process.communicate()
-    finally:
-        await _end(process)
-    assert process.returncode is not None
-    return subprocess.CompletedProcess("git", process.returncode, output, complaints)
-
-
-async def _start(
-    environment: dict[str, str], body: IO[bytes], *, stderr: int
-) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        "git",
-        "http-backend",
-        stdin=body.fileno(),
-        stdout=subprocess.PIPE,
-        stderr=stderr,
+def run(environment: dict[str, str], body: IO[bytes]) -> subprocess.CompletedProcess[bytes]:
+    """Runs git to its end, also if the client goes away."""
+    return subprocess.run(
+        ["git", "http-backend"],
+        stdin=body,
+        capture_output=True,
         env=environment,
         start_new_session=True,
     )
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kills git and the processes that it started, if git has not exited with 0. What they leave in
-    the repository, `clear_repository` removes."""
-    if process.returncode != 0:
-        # macOS raises PermissionError if the group has no process left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    # Read the pipes to their end: a client that went away has left something in them, and asyncio's
-    # `wait` also waits until they are closed.
-    for pipe in (process.stdout, process.stderr):
-        while pipe is not None and await pipe.read(_CHUNK_BYTES):
-            pass
-    await process.wait()
 
 
 def parse_head(head: bytes) -> tuple[int, Headers]:

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from jobs.job import Job
@@ -35,6 +34,7 @@ from pipeline.hub.contents import (
     NEW_REPOSITORY,
     list_tree,
     look_up,
+    read_file,
     resolve_revision,
     tracking_line,
 )
@@ -54,7 +54,7 @@ from pipeline.hub.repositories import (
 from receiver.rules import DEFAULT_BRANCH
 from serving.errors import ReleaseError
 from serving.weights.publish import adopt_release
-from serving.weights.release import RELEASE_FILE, Release, faults_in, is_shard_name
+from serving.weights.release import RELEASE_FILE, Release, is_shard_name, parse
 from serving.weights.release_store import RELEASE_ID, load_release, read_served, release_ids
 from serving.weights.verify import check_files
 
@@ -184,12 +184,7 @@ def take_release(releases: Releases, *, pipeline: str, revision: str) -> Path:
     manifest = entries.get(RELEASE_FILE)
     if manifest is None:
         raise ReleaseError(f"{RELEASE_FILE}: missing in {revision} of the {repository.name}")
-    try:
-        release = Release.model_validate_json(
-            git(repository.folder, "cat-file", "blob", manifest.oid)
-        )
-    except ValidationError as error:
-        raise ReleaseError(*faults_in(RELEASE_FILE, error)) from None
+    release = parse(Release, read_file(repository, manifest), RELEASE_FILE)
     return adopt_release(releases.pipeline_dirs[pipeline], release, put_file)
 
 

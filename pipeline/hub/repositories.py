@@ -134,15 +134,10 @@ def new_file_path(path: str) -> str:
 def changed_path(path: str) -> str:
     """The path, if a commit over the API may add or delete something there. A commit may delete a
     file that it may not add, because a push may have added it. Raises BadRequest."""
-    if _NOT_IN_PATH.search(path):
-        raise BadRequest(
-            f"{path!r} is not a valid path: it has a control character, or half of a character (a "
-            "surrogate). Rename the file."
-        )
     if not is_path(path):
         raise BadRequest(
             f"{path!r} is not a path of a file in a repository: write folder/file, without an "
-            "empty part, '.' or '..'."
+            "empty part, '.' or '..', a control character, or half of a character (a surrogate)."
         )
     if len(path.encode()) > _MAX_PATH_BYTES or path.count("/") > _MAX_DEPTH:
         raise BadRequest(

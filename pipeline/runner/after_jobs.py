@@ -76,9 +76,7 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             (
                 metrics.count,
                 lambda job: remove_unneeded_files(job, home.jobs_dir / job.id),
-                lambda job: _notify(settings, home, job),
-                # Last, because it may take minutes.
-                lambda job: _push(settings, home, job),
+                lambda job: _tell_others(settings, home, job),
             ),
         )
         threads = [
@@ -97,17 +95,13 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 thread.join()
 
 
-def _notify(settings: Settings, home: Home, job: Job) -> None:
+def _tell_others(settings: Settings, home: Home, job: Job) -> None:
     for pipeline in settings.pipelines:
         if pipeline.name == job.spec.pipeline:
             notify(pipeline, job, home.jobs_dir / job.id)
-
-
-def _push(settings: Settings, home: Home, job: Job) -> None:
-    for pipeline in settings.pipelines:
-        if pipeline.name == job.spec.pipeline and pipeline.push_to is not None:
-            token = own_token(os.environ, load_tokens(home.tokens_file).hub)
-            push_release(pipeline, job, home.releases_dir / pipeline.name, token)
+            if pipeline.push_to is not None:  # last, because it may take minutes
+                token = own_token(os.environ, load_tokens(home.tokens_file).hub)
+                push_release(pipeline, job, home.releases_dir / pipeline.name, token)
 
 
 def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threading.Event) -> None:
@@ -256,17 +250,16 @@ class RunnerMetrics(Collector):
 # `on_outcome`
 
 
-def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
+def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> None:
     """Run the command `on_outcome`, which gets the job's outcome as JSON on its standard input.
-    Returns True if the command succeeded. Returns False if it failed, if `on_outcome` is not set,
-    or if the job has no outcome.
+    Does nothing if `on_outcome` is not set, or if the job has no outcome.
 
     If the command fails, this function logs a warning. It raises no error, because the job has
     already ended.
     """
     command = pipeline.on_outcome
     if command is None or job.outcome is None:
-        return False
+        return
     ids = {"pipeline": pipeline.name, "job_id": job.id}
     body = json.dumps({"pipeline": pipeline.name, **job.outcome.model_dump(mode="json")})
     # Leave out the variable that names the stack's copy of the settings file. Otherwise a
@@ -291,9 +284,8 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
         logger.warning(
             "on_outcome of %s failed for %s: %s", pipeline.name, job.id, error, extra=ids
         )
-        return False
-    logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
-    return True
+    else:
+        logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
 
 
 # `push_to`
@@ -301,12 +293,11 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
 
 def push_release(
     pipeline: PipelineSettings, job: Job, pipeline_dir: Path, token: str | None
-) -> bool:
+) -> None:
     """Push the release that the job promoted to the repository `push_to`, as its `main` and as a
-    tag. Returns True if it was pushed. If not, this function logs a warning and raises no error,
-    as `notify`."""
+    tag. If this fails, this function logs a warning and raises no error, as `notify`."""
     if pipeline.push_to is None or job.outcome is None or job.outcome.result != "promoted":
-        return False
+        return
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -329,9 +320,8 @@ def push_release(
     except Exception as error:
         reason = first_line(error) if token else f"there is no token; set {OWN_TOKEN_SOURCE}"
         logger.warning("%s was not pushed to %s: %s", release, where, reason, extra=ids)
-        return False
-    logger.info("pushed %s to %s", release, where, extra=ids)
-    return True
+    else:
+        logger.info("pushed %s to %s", release, where, extra=ids)
 
 
 # Old jobs

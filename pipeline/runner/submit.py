@@ -33,7 +33,7 @@ from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload
 from receiver.rules import DEFAULT_BRANCH, RetrainRule, full_ref
-from serving.weights.release import Lineage
+from serving.weights.release import Lineage, faults_in
 
 logger = logging.getLogger(__name__)
 
@@ -139,20 +139,16 @@ class Dataset:
             "url": {"web": self.name}
             if is_git_url(self.name)
             else {"web": f"{self.hub_url}/{place}", "api": f"{self.hub_url}/api/{place}"},
-            "headSha": revisions.new_sha,
         }
         if revisions.ref == DEFAULT_BRANCH:
             repo = repo | {"headSha": revisions.new_sha}
-        moved = {
-            "ref": revisions.ref,
-            "oldSha": revisions.old_sha,
-            "newSha": revisions.new_sha,
-        }
         return {
             "event": {"action": "update", "scope": "repo.content"},
             "repo": repo,
             "webhook": delivered.get("webhook") or {"id": webhook, "version": 3},
-            "updatedRefs": [moved],
+            "updatedRefs": [
+                {"ref": revisions.ref, "oldSha": revisions.old_sha, "newSha": revisions.new_sha}
+            ],
         }
 
     def push(self, ref: str, sha: str) -> tuple[RevisionRange, dict[str, Any]]:
@@ -331,10 +327,8 @@ def _pushed_commit(payload: dict[str, Any], ref: str) -> str:
     try:
         refs = WebhookPayload.model_validate(payload).updatedRefs or ()
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]
-        )
-        raise PipelineError(f"--payload is not the payload of a webhook: {faults}") from None
+        faults = faults_in("--payload is not the payload of a webhook", error)
+        raise PipelineError("; ".join(faults[:3])) from None
     commit = next((each.newSha for each in refs if each.ref == ref), None)
     if commit is None:
         raise PipelineError(f"--payload names no commit of {ref}; use --revision instead")

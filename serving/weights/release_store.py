@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Annotated
 
 from filelock import BaseFileLock, FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from serving.errors import ReleaseError, Superseded, is_temporary
 from serving.weights.atomic_file import fsync, is_abandoned, link_atomically, write_atomically
-from serving.weights.release import RELEASE_FILE, Release, faults_in
+from serving.weights.release import RELEASE_FILE, Release, parse
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def load_release(folder: Path) -> Release:
     """
     path = folder / RELEASE_FILE
     try:
-        return Release.model_validate_json(path.read_bytes())
+        return parse(Release, path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         raise ReleaseError(f"{folder} is not a release: it has no {RELEASE_FILE}") from None
     except OSError as error:
@@ -104,8 +104,6 @@ def load_release(folder: Path) -> Release:
             raise
         # For example, a part of the disk is damaged.
         raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValidationError as error:
-        raise ReleaseError(*faults_in(path, error)) from None
 
 
 def is_checkpoint(folder: Path, pipeline_dir: Path) -> bool:
@@ -142,11 +140,9 @@ def read_served(pipeline_dir: Path) -> Served:
     """Raises ReleaseError if the record is damaged."""
     path = pipeline_dir / SERVED
     try:
-        return Served.model_validate_json(path.read_bytes())
+        return parse(Served, path.read_bytes(), path)
     except FileNotFoundError:
         return Served()
-    except ValidationError as error:
-        raise ReleaseError(*faults_in(path, error)) from None
 
 
 def readable_served(pipeline_dir: Path) -> Served:

@@ -9,7 +9,6 @@ from unittest import mock
 
 import httpx
 import pytest
-from huggingface_hub import HfFileSystem
 from huggingface_hub.errors import (
     BadRequestError,
     EntryNotFoundError,
@@ -117,29 +116,6 @@ def test_downloads(hub: RunningHub, pushed: str, tmp_path: Path) -> None:
             hub.api.dataset_info("local/facts", revision=revision)
     head = hub.request("HEAD", "/datasets/local/facts/resolve/main/x")
     assert (head.status_code, head.headers["x-repo-commit"]) == (404, pushed)
-
-
-def test_byte_ranges(hub: RunningHub, pushed: str) -> None:
-    path = "/datasets/local/facts/resolve/main/some%20data/train.jsonl"
-    text = b'{"text": "a"}\n' * 3
-    for asked, status, expected in [
-        ("bytes=0-3", 206, text[:4]),
-        ("bytes=10-", 206, text[10:]),
-        ("bytes=-5", 206, text[-5:]),
-        ("bytes=40-999", 206, text[40:]),
-        ("bytes=0-999", 200, text),
-        ("lines=1-2", 200, text),
-    ]:
-        answer = hub.request("GET", path, headers={"Range": asked})
-        assert (answer.status_code, answer.content) == (status, expected), asked
-    past = hub.request("GET", path, headers={"Range": "bytes=42-"})
-    assert (past.status_code, past.headers["content-range"]) == (416, "bytes */42")
-    head = hub.request("HEAD", path)
-    assert (head.headers["content-length"], head.content) == ("42", b"")
-    fs = HfFileSystem(endpoint=hub.url, token=hub.token)
-    with fs.open("datasets/local/facts/some data/train.jsonl", "rb") as remote:
-        remote.seek(14)
-        assert remote.read(13) == b'{"text": "a"}'
 
 
 def test_refs_are_listed_made_and_deleted_as_events(

@@ -259,10 +259,10 @@ def test_a_promoted_release_is_pushed_to_another_hub(
             ids.append(echo_release(notes, seed, max_shard_bytes=shard_bytes).id)
             outcome = JobOutcome(result="promoted", job_id=job.id, release=ids[-1])
             ended = replace(job, outcome=outcome)
-            assert not push_release(pipeline, ended, notes, token=None)
+            push_release(pipeline, ended, notes, token=None)
             assert "there is no token" in caplog.text
-            assert push_release(pipeline, ended, notes, hub.token)
-            assert push_release(pipeline, ended, notes, hub.token)
+            push_release(pipeline, ended, notes, hub.token)
+            push_release(pipeline, ended, notes, hub.token)
         for revision, release_id in zip(("main", *ids), (ids[-1], *ids), strict=True):
             cache = tmp_path / "cache"
             downloaded = hub.api.snapshot_download("me/notes", revision=revision, cache_dir=cache)

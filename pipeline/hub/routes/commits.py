@@ -1,7 +1,7 @@
 """API routes for commits: `validate-yaml` checks a README before a client commits it, `preupload`
 tells a client how to send each file, and `commit` makes the commit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -14,26 +14,22 @@ from starlette.responses import JSONResponse
 from pipeline.hub.commits import (
     MAX_GIT_BYTES,
     CommitBody,
-    attributes_files,
+    build_commit,
     first_commit,
-    import_commit,
     make_commit,
-    planned_changes,
 )
 from pipeline.hub.contents import (
     IGNORE_FILE,
-    Entry,
     find_paths,
     ignored_paths,
     large_file_paths,
     parse_card,
-    read_commit,
-    read_tree,
+    read_path,
     resolve_revision,
 )
 from pipeline.hub.errors import Conflict, RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
-from pipeline.hub.git import PULL_REQUEST_PREFIX, git
+from pipeline.hub.git import PULL_REQUEST_PREFIX
 from pipeline.hub.http_json import (
     MAX_BODY_BYTES,
     Json,
@@ -42,7 +38,6 @@ from pipeline.hub.http_json import (
     json_body,
 )
 from pipeline.hub.repositories import (
-    OPEN,
     RefChange,
     Repository,
     new_file_path,
@@ -50,11 +45,7 @@ from pipeline.hub.repositories import (
     read_refs,
     remember,
 )
-from pipeline.hub.routes.discussions import (
-    MAX_TITLE,
-    list_discussions,
-    open_discussion,
-)
+from pipeline.hub.routes.discussions import MAX_TEXT, MAX_TITLE, open_discussion, ref_of
 from pipeline.hub.service import API, HubOf, Identity, Named, Received, Writer, readable
 from receiver.rules import DEFAULT_BRANCH
 
@@ -129,9 +120,10 @@ async def preupload(
         repository = find()
         _, head = find_branch(repository, revision)
         assert head is not None  # there is a commit, see above
-        tree = read_tree(repository, head)
-        tracked = large_file_paths(repository, attributes_files(tree), paths)
-        ignored = _ignored(repository, tree, body.gitIgnore, paths)
+        tracked = large_file_paths(repository, head, paths)
+        given = body.gitIgnore
+        patterns = read_path(repository, head, IGNORE_FILE) if given is None else given.encode()
+        ignored = ignored_paths(repository, patterns, paths) if patterns else set()
         there = {
             each.path: each.oid if each.lfs is None else each.lfs.oid
             for each in find_paths(repository, head, paths)
@@ -179,19 +171,6 @@ async def commit(
     return JSONResponse(answer, headers=client_warning(sha, remarks))
 
 
-def _ignored(
-    repository: Repository, tree: Mapping[str, Entry], given: str | None, paths: Sequence[str]
-) -> set[str]:
-    """The paths that `.gitignore` excludes: the `.gitignore` that the client sends (`given`), or
-    else the `.gitignore` in the repository."""
-    if given is not None:
-        return ignored_paths(repository, given.encode(), paths)
-    there = tree.get(IGNORE_FILE)
-    if there is None or there.type != "file":
-        return set()
-    return ignored_paths(repository, git(repository.folder, "cat-file", "blob", there.oid), paths)
-
-
 def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
     """Makes the first commit if the repository has no commit. On the Hugging Face Hub every
     repository has a commit, and clients such as `Dataset.push_to_hub` fail without it. No event is
@@ -224,38 +203,17 @@ def commit_to_pull_request(
     base, head = find_branch(repository, revision, or_pull_request=False)
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
-    changes = planned_changes(repository, start, body)
-    sha = import_commit(repository, start, body.header.message, identity.signature, changes)
-    earlier = _opened_before(log, repository, identity, base, sha)
-    if earlier is not None:
-        return earlier
+    sha = build_commit(repository, start, body, identity.signature)
     opened = open_discussion(
         log,
         repository,
         identity,
-        title=body.header.summary[:MAX_TITLE],
-        text=body.header.description or body.header.summary,
+        title=" ".join(body.header.summary.split())[:MAX_TITLE],
+        text=(body.header.description or body.header.summary)[:MAX_TEXT],
         base=base,
         head=sha,
     )
-    return sha, [RefChange(ref=opened.ref, old_sha=start, new_sha=sha)], opened.num
-
-
-def _opened_before(
-    log: EventLog, repository: Repository, identity: Identity, base: str, sha: str
-) -> Made | None:
-    """The pull request that an earlier try of the same request has opened. A client that lost the
-    answer sends the request again. The commits then differ only in their time."""
-    with log.database.read() as connection:
-        present = list_discussions(connection, repository, OPEN)
-    heads, wanted = read_refs(repository), read_commit(repository, sha)
-    for each in present:
-        if each.base != base or each.author != identity.user:
-            continue
-        head = heads.get(each.ref)
-        if head is not None and read_commit(repository, head) == wanted:
-            return head, (), each.num
-    return None
+    return sha, [RefChange(ref=ref_of(opened.num), old_sha=start, new_sha=sha)], opened.num
 
 
 def find_branch(

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 from io import IncrementalNewlineDecoder
 from pathlib import Path
 from secrets import token_hex
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy import Row, delete, insert, select
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -30,7 +30,7 @@ from pipeline.hub.database import scheduled_jobs as table
 from pipeline.hub.errors import BadRequest, NotFound, NotSupported
 from pipeline.hub.events import owner_id
 from pipeline.hub.http_json import Json, client_warning, iso_time, json_body
-from pipeline.hub.schedules import get_scheduled, next_run
+from pipeline.hub.schedules import next_run
 from pipeline.hub.service import Hub, HubOf, hubs_own, person
 
 _PAGE = 200
@@ -48,19 +48,12 @@ _ASKED = ("dockerImage", "spaceId", "flavor")
 _IGNORED = client_warning(
     "jobs", ["the image and the flavor are ignored: the command runs on the machine of this stack"]
 )
-_REFUSED = {
-    "attempts": "a command that failed is not started again: use `pipeline jobs retry`",
-    "volumes": "this hub mounts nothing: let the command download what it reads (`hf download`)",
-    "expose": "a job's ports are those of the machine of this stack: leave --expose out",
-    "ssh": "log in on the machine of this stack instead",
-    "network": "all jobs are on the machine of this stack: leave --network-group out",
-}
 
 
 class RunRequest(BaseModel):
     """What a client wants to run, as `_create_job_spec` of `huggingface_hub` writes it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
+    model_config = ConfigDict(frozen=True, extra="allow", coerce_numbers_to_str=True)
 
     command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
@@ -71,17 +64,14 @@ class RunRequest(BaseModel):
     dockerImage: str | None = None
     spaceId: str | None = None
     flavor: str | None = None
-    attempts: int = 1
-    volumes: object = None
-    expose: object = None
-    ssh: object = None
-    network: object = None
 
     def spec(self, key: bytes) -> JobSpec:
         """Raises BadRequest if there is no command, and NotSupported."""
-        for name, reason in _REFUSED.items():
-            if getattr(self, name) != RunRequest.model_fields[name].default:
-                raise NotSupported(f"{name} of a job: not supported by this hub: {reason}.")
+        if self.model_extra:
+            raise NotSupported(
+                f"{', '.join(self.model_extra)} of a job: not supported by this hub, which runs "
+                "the command on its own machine: leave this out."
+            )
         command = (*self.command, *self.arguments)
         if not command:
             raise BadRequest("command: a job needs a command.")
@@ -96,10 +86,10 @@ class RunRequest(BaseModel):
 
 
 class ScheduleRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     schedule: str
     jobSpec: RunRequest
-    suspend: bool = False
-    concurrency: bool = False
 
 
 router = APIRouter(prefix="/api", dependencies=[Depends(person)])
@@ -213,30 +203,23 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _scheduled(hub: HubOf, id: str) -> Row[Any]:
-    with hub.database.read() as connection:
-        return get_scheduled(connection, id)
-
-
-Scheduled = Annotated[Row[Any], Depends(_scheduled)]
 SCHEDULED = "/scheduled-jobs/{owner}"
 
 
 @router.post(SCHEDULED, dependencies=_OWN)
 def schedule(hub: HubOf, body: Annotated[ScheduleRequest, json_body(ScheduleRequest)]) -> Response:
-    id, now = token_hex(12), time.time()
-    next_run_at = next_run(body.schedule, now)
+    now = time.time()
     values = {
-        "id": id,
+        "id": token_hex(12),
         "spec": body.jobSpec.spec(hub.secret_key).model_dump(mode="json"),
         "schedule": body.schedule,
-        "concurrency": body.concurrency,
+        "concurrency": False,
         "created_at": now,
-        "next_run_at": None if body.suspend else next_run_at,
+        "next_run_at": next_run(body.schedule, now),
     }
     with hub.database.write() as connection:
-        connection.execute(insert(table).values(**values))
-    return JSONResponse(_described_schedule(hub, _scheduled(hub, id)), headers=_IGNORED)
+        made = connection.execute(insert(table).values(values).returning(table)).one()
+    return JSONResponse(_described_schedule(hub, made), headers=_IGNORED)
 
 
 @router.get(SCHEDULED)
@@ -247,29 +230,15 @@ def list_scheduled(hub: HubOf) -> list[Json]:
     return [_described_schedule(hub, row) for row in rows]
 
 
-@router.get(SCHEDULED + "/{id}")
-def show_scheduled(hub: HubOf, scheduled: Scheduled) -> Json:
-    return _described_schedule(hub, scheduled)
-
-
 @router.delete(SCHEDULED + "/{id}")
-def remove_scheduled(hub: HubOf, scheduled: Scheduled) -> Json:
+def remove_scheduled(hub: HubOf, id: str) -> Json:
     """Jobs that it has started go on."""
     with hub.database.write() as connection:
-        connection.execute(delete(table).where(table.c.id == scheduled.id))
+        if connection.execute(delete(table).where(table.c.id == id)).rowcount == 0:
+            raise NotFound(
+                f"There is no scheduled job {id!r}: list them with `hf jobs scheduled ps -a`."
+            )
     return {}
-
-
-@router.post(SCHEDULED + "/{id}/{act}")
-def suspend_or_resume(hub: HubOf, scheduled: Scheduled, act: Literal["suspend", "resume"]) -> Json:
-    later = next_run(scheduled.schedule, time.time())
-    return _change(hub, scheduled, next_run_at=later if act == "resume" else None)
-
-
-def _change(hub: Hub, scheduled: Row[Any], **values: object) -> Json:
-    with hub.database.write() as connection:
-        connection.execute(update(table).where(table.c.id == scheduled.id).values(**values))
-        return _described_schedule(hub, get_scheduled(connection, scheduled.id))
 
 
 def _described(hub: Hub, job: Job) -> Json:
@@ -294,15 +263,14 @@ def _described(hub: Hub, job: Job) -> Json:
 
 def _described_schedule(hub: Hub, row: Row[Any]) -> Json:
     last = {"id": row.last_job_id, "at": iso_time(row.last_run_at)} if row.last_job_id else None
-    next_run_at = None if row.next_run_at is None else iso_time(row.next_run_at)
     return {
         "id": row.id,
         "createdAt": iso_time(row.created_at),
         "jobSpec": _asked(hub, JobSpec.model_validate(row.spec)),
         "schedule": row.schedule,
-        "suspend": row.next_run_at is None,
-        "concurrency": row.concurrency,
-        "status": {"lastJob": last, "nextJobRunAt": next_run_at},
+        "suspend": False,
+        "concurrency": False,
+        "status": {"lastJob": last, "nextJobRunAt": iso_time(row.next_run_at)},
         "owner": _owner(hub),
     }
 
