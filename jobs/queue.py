@@ -14,6 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, true, update
 
+from jobs.database import reading, writing
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
     TRANSITIONS,
@@ -37,12 +38,10 @@ from jobs.schema import (
     job_id_of,
     matches_delivery,
     number_of,
-    reading,
     select_jobs,
     spec_as_json,
     update_job,
     with_revisions,
-    writing,
 )
 from jobs.spec import LOCAL, JobSpec
 

@@ -8,13 +8,14 @@ A *push job* belongs to a pipeline and was not submitted by hand. The docstring 
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, text
 
-from jobs.errors import JobNotFound, LeaseLost
+from jobs.database import connect, locked, migrate, reading, watch, writing
+from jobs.errors import JobNotFound, LeaseLost, StoreError
 from jobs.job import OPEN_STATES, Delivery, FindHead, Job, JobRequest, JobState, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.queue import (
@@ -27,22 +28,19 @@ from jobs.queue import (
     submit_all,
 )
 from jobs.schema import (
-    CHANGES,
     DELIVERIES,
     JOBS,
+    METADATA,
     PAUSES,
-    connect,
+    SCHEMA_REVISION,
     end_job,
     fetch_job,
     fetch_leased,
     is_paused,
     job_id_of,
-    migrate,
     number_of,
-    reading,
     select_jobs,
     update_job,
-    writing,
 )
 from jobs.spec import JobSpec
 
@@ -63,6 +61,7 @@ class JobStore:
     def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
         self._engine = engine
         self._clock = clock
+        self._changes: Generator[bool] | None = None
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
@@ -75,13 +74,15 @@ class JobStore:
         """
         engine = connect(url_or_path)
         try:
-            migrate(engine)
+            migrate(engine, METADATA, SCHEMA_REVISION)
         except BaseException:
             engine.dispose()
             raise
         return cls(engine, clock)
 
     def close(self) -> None:
+        if self._changes is not None:
+            self._changes.close()
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -201,14 +202,16 @@ class JobStore:
             query = select(JOBS).where(JOBS.c.owner.is_not(None), has_run_out)
             return select_jobs(connection, query.order_by(JOBS.c.number))
 
-    def num_changes(self) -> int | None:
-        """A number that differs from the number of an earlier call if anybody has written to the
-        store since then. This method is cheap enough to call many times a second."""
-        # A transaction that began earlier may commit later. So this is a number that every writer
-        # changes, and no number of the database's own.
-        with reading(self._engine) as connection:
-            number: int | None = connection.scalar(select(CHANGES.c.number))
-        return number
+    def has_changed(self) -> bool:
+        """Whether anybody has written to the store since the last call, except heartbeats on
+        Postgres; True at the first call, and at the first one after an error. This is cheap enough
+        to ask many times a second. Only one thread may ask."""
+        self._changes = self._changes or watch(self._engine)
+        try:
+            return next(self._changes)
+        except StoreError:
+            self._changes = None
+            raise
 
     def now(self) -> float:
         """The present time by the store's clock, in seconds since the epoch."""
@@ -324,7 +327,7 @@ class JobStore:
         says that the attempt waits in the queue of an engine, so this time does not count against
         the job's time limit.
         """
-        with writing(self._engine) as connection:
+        with locked(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             values: dict[str, float] = {"lease_until": self._now(connection) + lease_seconds}
             if is_queued and job.started_at is not None and job.lease_until is not None:

@@ -153,12 +153,16 @@ class Outcomes:
         return len(jobs)
 
     def follow(self, stop: threading.Event) -> None:
-        """Call `poll` several times a second. If `poll` fails, log the error, and call it again
+        """Call `poll` when the store has changed. If `poll` fails, log the error, and call it again
         later. When `stop` is set, call `poll` one last time and return."""
+        has_changed = True
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
-                self.poll()
+                has_changed |= self._store.has_changed()
+                if has_changed or is_last:
+                    self.poll()
+                has_changed = False
             except Exception as error:
                 # If the thread ended here, nobody would handle the later outcomes.
                 logger.error(
