@@ -29,10 +29,14 @@ BUSY_SECONDS = 10
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
 
 
-def connect(url_or_path: str | Path, *, schema: str | None = None) -> Engine:
-    """An engine for `sqlite:///…`, `postgresql://…`, or a path to a SQLite file. On Postgres, the
-    tables are in `schema`, which need not exist yet; by default in the user's own.
+def connect(
+    url_or_path: str | Path, metadata: MetaData, revision: str, *, schema: str | None = None
+) -> Engine:
+    """An engine for `sqlite:///…`, `postgresql://…`, or a path to a SQLite file, with the tables of
+    `metadata`, which are created if there are none. `revision` names what `metadata` declares. On
+    Postgres, the tables are in `schema`, by default in the one that the server chooses.
 
+    Raises OtherSchema, and changes nothing, if another version of hotpush wrote the database.
     Raises StoreError if the URL cannot be used, or if the path is in a folder that does not exist.
     """
     given = str(url_or_path)
@@ -72,6 +76,11 @@ def connect(url_or_path: str | Path, *, schema: str | None = None) -> Engine:
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
+    try:
+        _migrate(engine, metadata, revision)
+    except BaseException:
+        engine.dispose()
+        raise
     return engine
 
 
@@ -187,33 +196,23 @@ def _as_store_error(engine: Engine) -> Iterator[None]:
         ) from error
 
 
-def migrate(engine: Engine, metadata: MetaData, revision: str) -> None:
-    """Create the tables in one transaction. Raises OtherSchema, and changes nothing, if another
-    version of hotpush wrote the database.
-
-    `revision` is recorded as Alembic, a library that upgrades database schemas, records it.
-    """
-    if has_tables(engine, revision):
-        return
+def _migrate(engine: Engine, metadata: MetaData, revision: str) -> None:
+    with reading(engine) as connection:
+        if _has_tables(connection, revision):
+            return
     with locked(engine) as connection:
         # Check again under the write lock, because another process may have created the tables
         # since the first check.
-        if not _has_revision(connection, revision):
+        if not _has_tables(connection, revision):
             metadata.create_all(connection)
+            # As Alembic, a library that upgrades database schemas, records revisions.
             connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR NOT NULL)"))
             connection.execute(
                 text("INSERT INTO alembic_version VALUES (:head)"), {"head": revision}
             )
 
 
-def has_tables(engine: Engine, revision: str) -> bool:
-    """Whether the database has the tables of this revision. False if it is new. Raises OtherSchema
-    as `migrate`."""
-    with reading(engine) as connection:
-        return _has_revision(connection, revision)
-
-
-def _has_revision(connection: Connection, revision: str) -> bool:
+def _has_tables(connection: Connection, revision: str) -> bool:
     if not inspect(connection).has_table("alembic_version"):
         return False
     found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))

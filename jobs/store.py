@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, text
 
-from jobs.database import connect, locked, migrate, reading, watch, writing
+from jobs.database import connect, locked, reading, watch, writing
 from jobs.errors import JobNotFound, LeaseLost, StoreError
 from jobs.job import OPEN_STATES, Delivery, FindHead, Job, JobRequest, JobState, outcome_of
 from jobs.outcome import JobOutcome
@@ -72,13 +72,7 @@ class JobStore:
         this machine. A Postgres store uses the clock of the Postgres server, because the machines
         that use this server may have different clocks.
         """
-        engine = connect(url_or_path)
-        try:
-            migrate(engine, METADATA, SCHEMA_REVISION)
-        except BaseException:
-            engine.dispose()
-            raise
-        return cls(engine, clock)
+        return cls(connect(url_or_path, METADATA, SCHEMA_REVISION), clock)
 
     def close(self) -> None:
         if self._changes is not None:

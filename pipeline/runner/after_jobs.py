@@ -27,7 +27,6 @@ from jobs.errors import JobError, StoreError
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.hub.database import jobs_of_webhooks
-from pipeline.hub.errors import HubError
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.retrain.sources import OWN_TOKEN_SOURCE, own_token
@@ -119,7 +118,7 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
             logger.error(
                 "old jobs cannot be removed now; trying again in an hour: %s",
                 error,
-                exc_info=not isinstance(error, StoreError | HubError | OSError),
+                exc_info=not isinstance(error, StoreError | OSError),
             )
         if stop.wait(PRUNE_SECONDS):
             return
@@ -349,8 +348,8 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     copies (`--job-id` of `pipeline webhooks`) and the newest KEEP_JOBS jobs stay in the store.
 
     Raises OSError if the manifest of a release cannot be read. The job that made the release is
-    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed,
-    HubError if the hub's webhooks cannot be read, and StoreError.
+    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed, and
+    StoreError.
     """
     kept = {
         job_id
@@ -362,7 +361,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
         newest=KEEP_JOBS,
-        kept={*kept, *jobs_of_webhooks(home.hub_dir / "hub.sqlite")},
+        kept={*kept, *jobs_of_webhooks(home.hub_dir, settings.hub.database)},
     )
     if forgotten:
         said = "deleted %d old jobs from the store, %s to %s"

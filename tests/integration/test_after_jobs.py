@@ -94,7 +94,7 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
     home, settings, now = Home(tmp_path), load_settings(), time.time()
     home.hub_dir.mkdir()
     home.jobs_dir.mkdir()
-    database = open_database(home.hub_dir / "hub.sqlite")
+    database = open_database(home.hub_dir)
     with JobStore.open(home.jobs_database, clock=lambda: now) as store:
         copied, old, of_a_release, newest = (end_one(store) for _ in range(4))
         release = Release(
