@@ -252,5 +252,12 @@ def is_paused() -> Any:
     return JOBS.c.by_hand.is_(False) & JOBS.c.pipeline.in_(select(PAUSES.c.pipeline))
 
 
+def is_unhandled(now: float) -> Any:
+    """The SQL condition for ended jobs whose outcome somebody must still handle. Of an ended job,
+    `lease_until` says how long somebody else does it."""
+    is_free = JOBS.c.lease_until.is_(None) | (JOBS.c.lease_until <= now)
+    return JOBS.c.ended_at.is_not(None) & JOBS.c.handled_at.is_(None) & is_free
+
+
 def matches_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
     return DELIVERIES.c.source == source, DELIVERIES.c.id == delivery_id

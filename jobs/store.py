@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select, text
+from sqlalchemy import Connection, Engine, delete, func, insert, select, text, update
 
 from jobs.database import connect, locked, reading, watch, writing
 from jobs.errors import JobNotFound, LeaseLost, StoreError
@@ -37,6 +37,7 @@ from jobs.schema import (
     fetch_job,
     fetch_leased,
     is_paused,
+    is_unhandled,
     job_id_of,
     number_of,
     select_jobs,
@@ -101,9 +102,10 @@ class JobStore:
             return fetch_job(connection, number_of(job_id))
 
     def unhandled(self) -> Sequence[Job]:
-        """The ended jobs for which `handled` was not called, earliest end first."""
-        query = select(JOBS).where(JOBS.c.ended_at.is_not(None), JOBS.c.handled_at.is_(None))
+        """The ended jobs for which `handled` was not called, and which nobody has taken now
+        (`take_outcome`), earliest end first."""
         with reading(self._engine) as connection:
+            query = select(JOBS).where(is_unhandled(self._now(connection)))
             return select_jobs(connection, query.order_by(JOBS.c.ended_at, JOBS.c.number))
 
     def paused(self) -> dict[str, float]:
@@ -373,6 +375,15 @@ class JobStore:
                 return end_job(connection, job, _cancelled(job, None), now)
             return _end_attempt(connection, job, now, run_after=now)
 
+    def take_outcome(self, job_id: str, seconds: float) -> bool:
+        """For so many seconds, let only the caller handle the outcome of this job. False if another
+        runner was faster."""
+        with locked(self._engine) as connection:
+            now = self._now(connection)
+            is_free = JOBS.c.number == number_of(job_id), is_unhandled(now)
+            taken = update(JOBS).where(*is_free).values(lease_until=now + seconds)
+            return connection.execute(taken).rowcount > 0
+
     def handled(self, job_id: str) -> None:
         """Record that the handlers of outcomes have got the outcome of this job, so that
         `unhandled` leaves the job out."""
@@ -385,11 +396,11 @@ class JobStore:
         """Delete the jobs that ended earlier than the time `before`, and the deliveries of these
         jobs. Returns the ids of the deleted jobs.
 
-        Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
-        pipeline, and the last `newest` plain commands. If a sender repeats a deleted delivery, the
-        delivery counts as new.
+        Three groups of jobs are not deleted: the jobs that a caller on any machine has named in
+        `kept` within the last KEPT_SECONDS, the last `newest` jobs of each pipeline, and the last
+        `newest` plain commands. If a sender repeats a deleted delivery, the delivery counts as new.
         """
-        return forget_jobs(self._engine, before, newest=newest, kept=kept)
+        return forget_jobs(self._engine, self._now, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
         """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must
