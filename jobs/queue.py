@@ -14,6 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, true, update
 
+from jobs.database import reading, writing
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
     TRANSITIONS,
@@ -37,17 +38,19 @@ from jobs.schema import (
     job_id_of,
     matches_delivery,
     number_of,
-    reading,
     select_jobs,
     spec_as_json,
     update_job,
     with_revisions,
-    writing,
 )
 from jobs.spec import LOCAL, JobSpec
 
 HEAD_RETRY_SECONDS = 5.0
 """If the head of a job's ref cannot be read, it is read again after this time."""
+
+KEPT_SECONDS = 7 * 86400.0
+"""`forget_jobs` keeps the jobs that it is told to keep for this long, also if it is then called on
+another machine, which may not know of the releases that need them."""
 
 BATCH = 100
 """One transaction deletes at most this many jobs, with all their deliveries."""
@@ -442,16 +445,16 @@ def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
 
 
 def forget_jobs(
-    engine: Engine, before: float, *, newest: int, kept: Collection[str]
+    engine: Engine, clock: Clock, before: float, *, newest: int, kept: Collection[str]
 ) -> Sequence[str]:
     """See `JobStore.forget`. Searches without the store's write lock, and deletes in small
     transactions, so that submissions never wait long for the lock."""
+    with writing(engine) as connection:
+        is_kept = JOBS.c.number.in_(map(number_of, kept)), JOBS.c.ended_at < before
+        until = clock(connection) + KEPT_SECONDS
+        connection.execute(update(JOBS).where(*is_kept).values(lease_until=until))
     with reading(engine) as connection:
-        deleted = [
-            number
-            for number in _old_jobs(connection, before, newest)
-            if job_id_of(number) not in kept
-        ]
+        deleted = list(_old_jobs(connection, before, newest, clock(connection)))
     for start in range(0, len(deleted), BATCH):
         numbers = deleted[start : start + BATCH]
         with writing(engine) as connection:
@@ -460,9 +463,9 @@ def forget_jobs(
     return [job_id_of(number) for number in deleted]
 
 
-def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
-    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out the
-    last `newest` jobs of each pipeline, and the last `newest` plain commands."""
+def _old_jobs(connection: Connection, before: float, newest: int, now: float) -> Iterator[int]:
+    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out those
+    that are kept, the last `newest` jobs of each pipeline, and the last `newest` plain commands."""
     # The condition on `ended_at` alone would select the right jobs, but there is no index on
     # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
     # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
@@ -472,6 +475,7 @@ def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[in
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )
+    old = old.where(JOBS.c.lease_until.is_(None) | (JOBS.c.lease_until <= now))
     oldest_kept: dict[str | None, int] = {}
     for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
         if pipeline not in oldest_kept:

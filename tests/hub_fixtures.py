@@ -35,7 +35,7 @@ from pipeline.hub.repositories import (
     RepositoryName,
     repository_name,
 )
-from pipeline.hub.service import Elsewhere, Remarks, database_path, folder_of, only_hub_in
+from pipeline.hub.service import Elsewhere, Remarks, folder_of, only_hub_in
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server
 from tests.jobs_fixtures import until as wait_until
@@ -183,7 +183,7 @@ def listening_socket() -> socket.socket:
 def stopped_hub(root: Path) -> Iterator[Repositories]:
     """The repositories and the database of a hub that does not run."""
     with only_hub_in(root):
-        database = open_database(database_path(root))
+        database = open_database(root)
         try:
             repositories = Repositories(root.absolute(), database)
             repositories.remove_incomplete()

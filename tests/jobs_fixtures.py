@@ -14,10 +14,11 @@ from typing import TypeVar
 import pytest
 from sqlalchemy import create_engine, select, text
 
+from jobs.database import reading
 from jobs.job import Delivery, Job, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.process import identify
-from jobs.schema import DELIVERIES, job_id_of, matches_delivery, reading
+from jobs.schema import DELIVERIES, job_id_of, matches_delivery
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from tests.ports import free_port

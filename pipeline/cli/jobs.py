@@ -239,7 +239,9 @@ def runner(
     until_idle: Annotated[bool, typer.Option(help="Stop when no job is left.")] = False,
     with_hub: Annotated[bool, typer.Option(help="Also run a hub.")] = False,
 ) -> None:
-    """Run the jobs of this state folder. `pipeline up` starts this command."""
+    """Run the jobs of the job store, until this process is stopped. `pipeline up` starts this
+    command. Runners on several machines need the same settings, with a `database_url` of Postgres,
+    and the same `tokens.json`."""
     run_jobs(Home.find(), until_idle=until_idle, with_hub=with_hub)
 
 

@@ -34,6 +34,7 @@ _COMMANDS = {
     "hub": ("hub", "Run the hub, manage its tokens, and remove commits."),
     "receiver": ("receiver", "Run the webhook receiver, or put one into a Space."),
     "serve": ("serve", "Run the completion server, on port 8000 by default."),
+    "runner": ("jobs", "Run jobs, also on another machine than the rest of the stack."),
     "gateway": ("serve", "Run the gateway: one address for the servers of several pipelines."),
 }
 """Command → the module of this package that has it, and what `pipeline --help` says of it."""

@@ -161,7 +161,7 @@ def _source(
 ) -> DatasetHub | GitDataset:
     other_hub = settings.other_hub(pipeline)
     if other_hub is None:
-        return GitDataset(_address(home, pipeline), cache_dir)
+        return GitDataset(_address(home, settings, pipeline), cache_dir)
     token = own_token(os.environ, load_tokens(home.tokens_file).hub)
     return DatasetHub(
         pipeline.dataset,
@@ -172,13 +172,13 @@ def _source(
     )
 
 
-def _address(home: Home, pipeline: PipelineSettings) -> str:
+def _address(home: Home, settings: Settings, pipeline: PipelineSettings) -> str:
     """The address from which git fetches the dataset. For a dataset on the stack's own hub, this is
     the path of the hub's repository on disk."""
     if is_git_url(pipeline.dataset):
         return pipeline.dataset
     name = repository_name("dataset", *pipeline.dataset.split("/"))
-    repository = folder_of(home.hub_dir, name)
+    repository = folder_of(home.hub_dir, name, settings.hub.database)
     if repository is None:
         raise PipelineError(
             f"there is no dataset {pipeline.dataset} in {home.hub_dir}; name a folder to check, or "

@@ -220,7 +220,7 @@ class Journal:
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
-        self._num_changes: int | None = None
+        self._has_news = True
         self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
 
     def news(self) -> list[str]:
@@ -228,15 +228,15 @@ class Journal:
 
         Raises StoreError. The next call then returns the lines that this call could not return.
         """
-        num_changes = self._store.num_changes()
-        if num_changes == self._num_changes:
+        self._has_news |= self._store.has_changed()
+        if not self._has_news:
             return []
         lines = []
         for job in reversed(self._store.list(limit=NUM_WATCHED)):
             if self._seen.get(job.id) != job.state:
                 self._seen[job.id] = job.state
                 lines.append(describe(job))
-        self._num_changes = num_changes
+        self._has_news = False
         return lines
 
 

@@ -51,7 +51,6 @@ from pipeline.hub.service import (
     NeededCommits,
     Remarks,
     Who,
-    database_path,
     identified,
     only_hub_in,
 )
@@ -93,9 +92,9 @@ def create_app(
     the folders of the pipelines' releases, by the pipeline's name; each release is a revision of
     the model repository of this name.
 
-    Raises HubError if another hub uses the folder, if another version wrote it, or if the folder of
-    its repositories is missing. The app's lifespan opens the folder when the server starts, and
-    raises the same errors.
+    Raises HubError if another hub uses the folder, or if its repositories are not there, and
+    StoreError if the database cannot be used, or if another version wrote it. The app's lifespan
+    opens both when the server starts, and raises the same errors.
     """
     if not token:
         raise HubError(
@@ -105,12 +104,12 @@ def create_app(
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
-        check_database(database_path(root))
+        check_database(root, settings.database)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with only_hub_in(root):
-            database = open_database(database_path(root))
+            database = open_database(root, settings.database)
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, secret_key, metrics, jobs_store)
             log = EventLog(database=database, hub_url=settings.url)

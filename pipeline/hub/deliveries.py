@@ -207,7 +207,8 @@ async def _head(response: httpx.Response) -> str:
         body += chunk
         if len(body) >= webhooks.HEAD_CHARACTERS:
             break
-    return body.decode(errors="replace")[: webhooks.HEAD_CHARACTERS]
+    # Postgres stores no NUL.
+    return body.decode(errors="replace").replace("\0", "\ufffd")[: webhooks.HEAD_CHARACTERS]
 
 
 def start_copy(store: JobStore, due: Due, webhook: StoredWebhook) -> dict[str, Any]:

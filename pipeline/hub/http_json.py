@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, OperationalError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
@@ -79,6 +79,12 @@ async def _on_wrong_query(request: Request, error: Exception) -> Response:
     return await on_request_error(request, wrong)
 
 
+async def _on_wrong_text(request: Request, _: Exception) -> Response:
+    # SQLite stores every text.
+    wrong = BadRequest("A text of this request has a NUL character, or is too long: correct it.")
+    return await on_request_error(request, wrong)
+
+
 async def _on_failed_disk(request: Request, error: Exception) -> Response:
     """The answer if the disk is full. Raises any other error of a file or the database again."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -101,6 +107,7 @@ async def _on_crash(_: Request, error: Exception) -> Response:
 EXCEPTION_HANDLERS: dict[Any, Any] = {
     RequestError: on_request_error,
     RequestValidationError: _on_wrong_query,
+    DataError: _on_wrong_text,
     OSError: _on_failed_disk,
     OperationalError: _on_failed_disk,
     Exception: _on_crash,

@@ -25,9 +25,10 @@ from prometheus_client.registry import Collector
 
 from jobs.errors import JobError, StoreError
 from jobs.job import Job
+from jobs.process import process_here
+from jobs.spec import LOCAL
 from jobs.store import JobStore
 from pipeline.hub.database import jobs_of_webhooks
-from pipeline.hub.errors import HubError
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.retrain.sources import OWN_TOKEN_SOURCE, own_token
@@ -45,6 +46,13 @@ POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 """After an error of the store, `Outcomes.follow` waits this long before it tries again."""
 TIMEOUT_SECONDS = 30.0
+TAKEN_SECONDS = 300.0
+"""If a runner dies while it handles an outcome, another one does it again after this time."""
+AWAY_SECONDS = 60.0
+"""A runner of another machine handles an outcome if none on the job's machine has for so long. It
+cannot remove the files there."""
+LOOK_SECONDS = 30.0
+"""The longest time between two looks for outcomes of runners that are gone."""
 KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
 """This many of the newest jobs of each pipeline stay in the store, however old they are. This many
@@ -113,7 +121,7 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
             logger.error(
                 "old jobs cannot be removed now; trying again in an hour: %s",
                 error,
-                exc_info=not isinstance(error, StoreError | HubError | OSError),
+                exc_info=not isinstance(error, StoreError | OSError),
             )
         if stop.wait(PRUNE_SECONDS):
             return
@@ -134,7 +142,13 @@ class Outcomes:
         If a handler raises an exception, this method logs the exception. The outcome counts as
         handled, so the handler is not called again. Raises StoreError.
         """
-        jobs = self._store.unhandled()
+        away = self._store.now() - AWAY_SECONDS
+        jobs = [
+            job
+            for job in self._store.unhandled()
+            if (_is_here(job) or job.ended_at is None or job.ended_at < away)
+            and self._store.take_outcome(job.id, TAKEN_SECONDS)
+        ]
         for job in jobs:
             for handler in self._handlers:
                 try:
@@ -147,12 +161,17 @@ class Outcomes:
         return len(jobs)
 
     def follow(self, stop: threading.Event) -> None:
-        """Call `poll` several times a second. If `poll` fails, log the error, and call it again
+        """Call `poll` when the store has changed. If `poll` fails, log the error, and call it again
         later. When `stop` is set, call `poll` one last time and return."""
+        has_changed, next_look = True, 0.0
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
-                self.poll()
+                has_changed |= self._store.has_changed()
+                if has_changed or is_last or time.monotonic() >= next_look:
+                    next_look = time.monotonic() + LOOK_SECONDS
+                    self.poll()
+                has_changed = False
             except Exception as error:
                 # If the thread ended here, nobody would handle the later outcomes.
                 logger.error(
@@ -163,6 +182,12 @@ class Outcomes:
                 stop.wait(RETRY_SECONDS)
             if is_last:
                 return
+
+
+def _is_here(job: Job) -> bool:
+    """Whether the job's folder is on this machine, or does not matter."""
+    is_local = job.spec.launcher == LOCAL and job.handle is not None
+    return not is_local or process_here(job.handle or "") is not None
 
 
 # Metrics
@@ -335,8 +360,8 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     copies (`--job-id` of `pipeline webhooks`) and the newest KEEP_JOBS jobs stay in the store.
 
     Raises OSError if the manifest of a release cannot be read. The job that made the release is
-    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed,
-    HubError if the hub's webhooks cannot be read, and StoreError.
+    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed, and
+    StoreError.
     """
     kept = {
         job_id
@@ -348,7 +373,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
         newest=KEEP_JOBS,
-        kept={*kept, *jobs_of_webhooks(home.hub_dir / "hub.sqlite")},
+        kept={*kept, *jobs_of_webhooks(home.hub_dir, settings.hub.database)},
     )
     if forgotten:
         said = "deleted %d old jobs from the store, %s to %s"
@@ -385,7 +410,7 @@ def prune_job_folders(
 
     The jobs and their outcomes stay in the store. `kept` has the ids of jobs whose folders stay.
     """
-    before = time.time() - 86400 * keep_days
+    before = store.now() - 86400 * keep_days
     removed = []
     for job_id in store.ids_ended_before(before):
         if job_id not in kept and (jobs_dir / job_id).is_dir():

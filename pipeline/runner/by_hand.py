@@ -62,7 +62,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         # Start the detached runner only now, when the `with` block has submitted the job. If the
         # runner started earlier, it might find no job and end at once.
         subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
+            [sys.executable, "-m", "pipeline", "runner", "--with-hub", "--until-idle"],
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=home.log_file("runner").open("ab"),

@@ -23,7 +23,6 @@ from jobs.store import JobStore
 from pipeline.hub.database import open_database
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.schedules import LABEL, next_run, start_due
-from pipeline.hub.service import database_path
 from tests.hub_fixtures import SECRET_KEY, RunningHub, push_file, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -211,7 +210,7 @@ def test_missed_runs_run_once_and_a_run_waits_for_no_other(
     due = next_run("0 3 * * *", time.time())
     assert made.status.next_job_run_at is not None
     assert made.status.next_job_run_at.timestamp() == due
-    database, day = open_database(database_path(hub.root)), 86400
+    database, day = open_database(hub.root), 86400
     start_due(database, store, due - 1)
     assert store.list() == []
     start_due(database, store, due + 2.5 * day)

@@ -19,7 +19,6 @@ from pipeline.hub.events import EventLog
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.releases import Releases, take_release
 from pipeline.hub.repositories import Repositories
-from pipeline.hub.service import database_path
 from pipeline.runner.after_jobs import push_release
 from pipeline.settings import PipelineSettings
 from serving.errors import ReleaseError
@@ -184,7 +183,7 @@ def uploaded(hub: RunningHub, folder: Path, branch: str) -> None:
 
 @pytest.fixture
 def releases(hub: RunningHub, notes: Path) -> Iterator[Releases]:
-    database = open_database(database_path(hub.root))
+    database = open_database(hub.root)
     yield Releases(
         repositories=Repositories(hub.root, database),
         log=EventLog(database=database, hub_url=hub.url),

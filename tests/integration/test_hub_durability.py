@@ -13,6 +13,7 @@ import httpx
 import pytest
 from huggingface_hub import HfApi
 
+from jobs.errors import StoreError
 from pipeline.hub.database import open_database
 from pipeline.hub.errors import HubError
 from tests.hub_fixtures import (
@@ -189,8 +190,8 @@ def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
 def test_a_file_that_is_no_database_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / "hub.sqlite"
     path.write_bytes(b"not a database" * 100)
-    with pytest.raises(HubError, match="cannot be read"):
-        open_database(path)
+    with pytest.raises(StoreError, match="not a database"):
+        open_database(tmp_path)
     assert path.read_bytes() == b"not a database" * 100
 
 
