@@ -1,6 +1,7 @@
 """`Learning`: the part of a job that works with weights. It measures the served weights, trains,
 measures the new weights on the same rows, and publishes them as a release."""
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -148,6 +149,10 @@ class Learning:
             )
         self._is_fresh = False
         checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
+        if self.loaded.model.device.type == "meta":  # several processes have trained
+            gc.collect()  # their parts of the weights, which refer to each other
+            self._load(start)
+            checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 

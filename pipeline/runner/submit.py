@@ -219,7 +219,7 @@ def retrain_rule(
         skip_if=skip_if,
     )
     spec = JobSpec(
-        command=pipeline.command or (_python(pipeline.launcher), "-m", RETRAINING),
+        command=pipeline.command or _retraining(pipeline),
         pipeline=pipeline.name,
         launcher=pipeline.launcher,
         resources=pipeline.resources,
@@ -238,8 +238,14 @@ def retrain_rule(
     return RetrainRule(spec=spec, dataset=pipeline.dataset, endpoint=other_hub, ref=ref)
 
 
-def _python(launcher: str) -> str:
-    return sys.executable if launcher == LOCAL else "python"  # of the agent, see `jobs/agent.py`
+def _retraining(pipeline: PipelineSettings) -> tuple[str, ...]:
+    """The command of the built-in retraining: `pipeline/retrain/__main__.py`."""
+    # Elsewhere, it is the Python of the agent: see `jobs/agent.py`.
+    python = sys.executable if pipeline.launcher == LOCAL else "python"
+    nodes = pipeline.resources.nodes or 1
+    processes = pipeline.train.num_processes or pipeline.resources.gpus or 1
+    places = () if nodes == processes == 1 else (str(nodes), str(processes))
+    return (python, "-m", RETRAINING, *places)
 
 
 def submit_retraining(

@@ -281,7 +281,7 @@ def test_a_step_without_memory_says_what_to_lower(
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("2 GiB")
 
-    monkeypatch.setattr(loop, "predict", fail)
+    monkeypatch.setattr(loop, "losses", fail)
     with pytest.raises(TrainError, match=r"lower `train.micro_batch_tokens` .*2 GiB"):
         learn(tmp_path)
 
