@@ -123,7 +123,7 @@ async def stream(
             partial(_looked_at, hub, console), seen, request.scope["is_stopping"]
         )
         async for digest in changes:
-            yield f"id: {digest}\nevent: change\ndata:\n\n" if digest else ": \n\n"
+            yield f"id: {digest}\nevent: change\ndata: \n\n"
 
     return StreamingResponse(told(), media_type="text/event-stream", headers=HEADERS)
 

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -25,7 +26,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.templating import Jinja2Templates
 
 from jobs.errors import JobError, JobNotFound
-from pipeline.console.watch import Watch
+from pipeline.console.watch import Shared, Watch
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import Forbidden, RequestError, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body, reasons
@@ -55,6 +56,8 @@ class Console:
     home: Home
     settings: Settings
     watch: Watch = field(default_factory=Watch)
+    loops: Shared[dict[str, Any]] = field(default_factory=partial(Shared, {}))
+    """What the page `/` shows, because it takes long to find out."""
     used_links: set[str] = field(default_factory=set)
     """The one-time links that were used since the start of the hub."""
 
@@ -154,7 +157,7 @@ def page(request: Request, template: str, *, status: int = 200, **facts: Any) ->
     """The page that the template makes of the facts. The template also gets `visitor` (None if
     nobody is signed in) and `seen`, the state of the stack that the page shows at least."""
     state = request.state
-    facts |= {"visitor": getattr(state, "visitor", None), "seen": state.console.watch.digest}
+    facts |= {"visitor": getattr(state, "visitor", None), "seen": state.console.watch.digest.value}
     return _templates.TemplateResponse(
         request, template, facts, status_code=status, headers=HEADERS
     )
