@@ -37,6 +37,7 @@ from receiver.errors import ReceiverError
 from serving.errors import ServingError
 
 SESSION_SECONDS = 12 * 3600
+LINK_SECONDS = 60
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -58,8 +59,8 @@ class Console:
     watch: Watch = field(default_factory=Watch)
     loops: Shared[dict[str, Any]] = field(default_factory=partial(Shared, {}))
     """What the page `/` shows, because it takes long to find out."""
-    used_links: set[str] = field(default_factory=set)
-    """The one-time links that were used since the start of the hub."""
+    used_links: set[bytes] = field(default_factory=set)
+    """What the one-time links say that were used since the start of the hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,11 @@ Editor = Annotated[Visitor, Depends(editor)]
 def cookie_name(hub: Hub) -> str:
     """Browsers send the cookies of a host to all its ports, so each hub has a name of its own."""
     return f"console_{hub.settings.port}"
+
+
+def link_to(hub_url: str, *, key: bytes, token: str) -> str:
+    """A link that signs in with the token, once, within LINK_SECONDS."""
+    return f"{hub_url}/login?once={sealed(key, 'link', token)}"
 
 
 def sealed(key: bytes, kind: str, token: str) -> str:
@@ -215,11 +221,16 @@ def span(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
+def utc(moment: float) -> str:
+    """moment: in seconds since the epoch."""
+    return f"{iso_time(moment)[:19].replace('T', ' ')} UTC"
+
+
 def ago(moment: float) -> str:
     """moment: in seconds since the epoch."""
     return f"{span(time.time() - moment)} ago"
 
 
 _templates = Jinja2Templates(_HERE / "templates")
-_templates.env.filters |= {"utc": iso_time, "span": span, "ago": ago, "path": quote}
+_templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote}
 _templates.env.globals |= {"asset": asset}
