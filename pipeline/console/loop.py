@@ -41,7 +41,9 @@ router = APIRouter(route_class=Page)
 
 @router.get("/")
 async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
-    facts = await console.loops.get(partial(_facts, hub, console))
+    # What was made before the last look may lack the change of which this look has told the page.
+    looked_at = console.watch.digest.made_at
+    facts = await console.loops.get(partial(_facts, hub, console), since=looked_at)
     return page(request, "loop.html", now=time.time(), **facts)
 
 
