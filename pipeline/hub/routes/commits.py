@@ -1,9 +1,9 @@
 """API routes for commits: `validate-yaml` checks a README before a client commits it, `preupload`
 tells a client how to send each file, and `commit` makes the commit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated
+from typing import IO, Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import Base64Bytes, BaseModel, Field
@@ -45,6 +45,7 @@ from pipeline.hub.repositories import (
     OPEN,
     RefChange,
     Repository,
+    RepositoryName,
     new_file_path,
     open_bases,
     read_refs,
@@ -55,7 +56,7 @@ from pipeline.hub.routes.discussions import (
     list_discussions,
     open_discussion,
 )
-from pipeline.hub.service import API, HubOf, Identity, Named, Received, Writer, readable
+from pipeline.hub.service import API, Hub, HubOf, Identity, Named, Received, Writer, readable
 from receiver.rules import DEFAULT_BRANCH
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
@@ -86,6 +87,7 @@ class Readme(BaseModel):
 Made = tuple[str, Sequence[RefChange], int | None]
 """The sha of a commit, the changes about which the hub may have remarks for the client, and the
 number of the pull request that it opened."""
+Act = Callable[[EventLog, Repository, Identity, str, CommitBody], Made]
 
 router = APIRouter()
 checks = APIRouter()
@@ -162,9 +164,22 @@ async def commit(
 ) -> JSONResponse:
     """Makes one commit with all operations, or fails and makes none. With `create_pr`, the commit
     goes to a new pull request."""
+    act = commit_to_pull_request if create_pr else commit_to_branch
+    sha, repository, num, remarks = await commit_file(hub, identity, name, revision, file, act)
+    web = f"{hub_url(request)}/{repository.name.path}"
+    answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
+    if num is not None:
+        answer["pullRequestUrl"] = f"{web}/discussions/{num}"
+    return JSONResponse(answer, headers=client_warning(sha, remarks))
+
+
+async def commit_file(
+    hub: Hub, identity: Identity, name: RepositoryName, revision: str, file: IO[bytes], act: Act
+) -> tuple[str, Repository, int | None, Sequence[str]]:
+    """Makes the commit whose body is in `file`. Returns its sha, its repository, the number of the
+    pull request that it opened, and the remarks for the client."""
     async with hub.commit_slots:
         body = await run_in_threadpool(CommitBody, file)
-    act = commit_to_pull_request if create_pr else commit_to_branch
     # Find the repository again: while the body came in, another one may have got its name. Take the
     # slot after the lock. Otherwise a request that waits for the lock would hold a slot, which
     # another request could use.
@@ -172,11 +187,7 @@ async def commit(
         made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
         sha, changes, num = made
         remarks = await run_in_threadpool(hub.remarks, repository, changes)
-    web = f"{hub_url(request)}/{repository.name.path}"
-    answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
-    if num is not None:
-        answer["pullRequestUrl"] = f"{web}/discussions/{num}"
-    return JSONResponse(answer, headers=client_warning(sha, remarks))
+    return sha, repository, num, remarks
 
 
 def _ignored(
