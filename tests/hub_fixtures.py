@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 from cryptography.fernet import Fernet
+from fastapi import APIRouter
 from huggingface_hub import HfApi
 from sqlalchemy import Connection, insert
 from starlette.types import ASGIApp
@@ -205,6 +206,7 @@ def running_hub(
     token: str = TOKEN,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
+    console: APIRouter | None = None,
     **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own. around: an application that
@@ -227,6 +229,7 @@ def running_hub(
             remarks_on=remarks_on,
             elsewhere=elsewhere,
             pipeline_dirs=pipeline_dirs,
+            console=console,
         )
         server = Server(around(app), shutdown_seconds=10, limits=limits, lifespan="on")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -78,6 +78,7 @@ def create_app(
     remarks_on: Remarks = lambda *_: (),
     elsewhere: Elsewhere | None = None,
     pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
+    console: APIRouter | None = None,
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
@@ -91,7 +92,7 @@ def create_app(
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
     names. `remarks_on` makes the lines that git shows the pusher after a push. `pipeline_dirs` are
     the folders of the pipelines' releases, by the pipeline's name; each release is a revision of
-    the model repository of this name.
+    the model repository of this name. `console` has the pages for a person.
 
     Raises HubError if another hub uses the folder, if another version wrote it, or if the folder of
     its repositories is missing. The app's lifespan opens the folder when the server starts, and
@@ -158,8 +159,11 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the probes, the
-    # check of a README, a grant in a URL or as an access token of Xet, and the calls of agents.
+    # pages with their sessions, the check of a README, a grant in a URL or as an access token of
+    # Xet, and the calls of agents.
     api.include_router(probes)
+    if console is not None:
+        api.include_router(console)
     for open_router in (commits.checks, large_files.transfers, large_files.xet, attempts.router):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
