@@ -47,7 +47,7 @@ def opened(
     cannot be understood."""
     unread, paths, read, num_bytes = {}, [], {}, 0
     for entry in list_tree(repository, commit, recursive=True):
-        if entry.type != "file" or only is not None and entry.path not in (*only, CARD):
+        if entry.type != "file" or (only is not None and entry.path not in (*only, CARD)):
             continue
         paths.append(entry.path)
         if not is_needed(entry.path):
