@@ -6,7 +6,8 @@ the served release. But if another release waits to be served when the job start
 the parent. A damaged release is never the parent; an older undamaged release takes its place.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -115,3 +116,9 @@ class Counts(BaseModel):
         if self.contradicting:
             parts.append(f"{self.contradicting:,} rows contradict each other")
         return " · ".join(parts)
+
+
+def counts_in(evaluation: Mapping[str, Any] | None) -> Counts:
+    """The counts in what a job has measured of a release. All are 0 if nothing was measured, for
+    example after `releases publish`."""
+    return Counts.model_validate((evaluation or {}).get("counts") or {})

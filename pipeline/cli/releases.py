@@ -7,11 +7,11 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from jobs.counts import Counts
+from jobs.counts import counts_in
 from jobs.spec import RevisionRange
 from pipeline.cli.jobs_run import run_to_end
 from pipeline.cli.terminal import ChangesStack, JsonOption, PipelineOption, print_table
@@ -94,7 +94,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
             (
                 str(row["id"]),
                 " ".join(name for name in ("served", "pending", "pinned") if row[name]),
-                _rows(row["evaluation"]),
+                str(counts_in(row["evaluation"])) or "-",
                 *(str(row[key] or "-") for key in columns),
             )
             for row in rows
@@ -111,8 +111,8 @@ def show(
     the probe (the texts with which a server checks the release). To standard error, also print its
     counts as one line, such as: learned 58 of 60 · kept 1,187 of 1,200."""
     found = _load(pipeline, release)
-    rows = _rows(found.evaluation)
-    if not as_json and rows != "-":
+    rows = str(counts_in(found.evaluation))
+    if not as_json and rows:
         # A program that reads the JSON from standard output does not see this line.
         print(rows, file=sys.stderr)
     print(found.model_dump_json(indent=2, exclude={"tensors", "probe"}))
@@ -315,13 +315,6 @@ def _swap_in(pipeline: PipelineSettings, release: str, *, as_json: bool) -> None
         print(f"no server is up on {url}; the next server that starts will serve {release}")
     if result is not None and result.result != "live":
         raise typer.Exit(1)
-
-
-def _rows(evaluation: Any) -> str:
-    """The text for the column `rows`. This is `-` if the release has no evaluation (for example
-    after `releases publish`), or if no row was counted."""
-    counts = (evaluation or {}).get("counts")
-    return (str(Counts.model_validate(counts)) if counts else "") or "-"
 
 
 def _configured(pipeline: str | None) -> PipelineSettings:

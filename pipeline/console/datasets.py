@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Query
 from markdown_it import MarkdownIt
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartParser
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -74,7 +74,7 @@ class Followed:
     """A dataset on this hub, and the pipelines that follow it."""
 
     repository: Repository
-    pipelines: tuple[PipelineSettings, ...]
+    pipelines: Sequence[PipelineSettings]
     branch: str
     """The one that the first pipeline follows."""
     head: str | None
@@ -100,8 +100,13 @@ def followers(console: Console, dataset: str) -> tuple[PipelineSettings, ...]:
 
 def followed(hub: HubOf, console: ConsoleOf, owner: str, name: str) -> Followed:
     """Raises RepositoryNotFound."""
-    repository = hub.repositories.find(hub.name_of("dataset", f"{owner}/{name}"))
-    pipelines = followers(console, repository.name.id)
+    dataset = f"{owner}/{name}"
+    return follow(hub, dataset, followers(console, dataset))
+
+
+def follow(hub: Hub, dataset: str, pipelines: Sequence[PipelineSettings]) -> Followed:
+    """Raises RepositoryNotFound."""
+    repository = hub.repositories.find(hub.name_of("dataset", dataset))
     branch = full_ref(pipelines[0].ref if pipelines else "main")
     head = read_refs(repository).get(branch)
     return Followed(repository=repository, pipelines=pipelines, branch=branch, head=head)
@@ -180,7 +185,7 @@ def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> 
     change, unread = rows_between(repository, parent, commit, dataset.reading)
     new_of = {new.digest for _, new in change.edited}
     added = [row for row in change.added if row.digest not in new_of]
-    facts = {
+    facts: dict[str, Any] = {
         "added": added[:NUM_SHOWN],
         "edited": change.edited[:NUM_SHOWN],
         "deleted": change.deleted[:NUM_SHOWN],
@@ -223,7 +228,8 @@ def show_form(
 @router.post("/{owner}/{name}/edit")
 async def edit(hub: HubOf, visitor: Editor, dataset: FollowedOf) -> Response:
     form = visitor.form
-    file, line = form["file"], int(form["line"]) if form.get("line") else None
+    file, number = form.get("file", ANSWERS_FILE), form.get("line", "")
+    line = int(number) if number.isdecimal() else None
     text, verb = await run_in_threadpool(_edited, dataset, form, file, line)
     files = {file: BytesIO(text.encode())}
     return go(await commit(hub, visitor, dataset, f"{verb} a row of {file}", files))
@@ -264,7 +270,10 @@ async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: Followe
     check_site(request.scope)
     visitor.identity.require_write("an upload")
     stream = pieces(request, max_bytes=hub.settings.max_push_bytes)
-    form = await MultiPartParser(request.headers, stream).parse()
+    try:
+        form = await MultiPartParser(request.headers, stream).parse()
+    except MultiPartException as error:
+        raise BadRequest(f"The form cannot be read: {error}") from None
     try:
         fields = {name: text for name, text in form.multi_items() if isinstance(text, str)}
         files = {

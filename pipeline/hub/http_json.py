@@ -3,7 +3,7 @@ git and git-lfs read."""
 
 import errno
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -109,7 +109,7 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
 }
 
 
-async def pieces(request: Request, *, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+async def pieces(request: Request, *, max_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
     """The pieces of the body. Raises TooLarge, and BadRequest if the client disconnects before the
     end."""
     size = 0
