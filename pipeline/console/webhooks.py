@@ -1,16 +1,14 @@
 """The pages of webhooks and their deliveries."""
 
 import json
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pipeline.console.page import Editor, Page, go, page
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.http_json import reasons
 from pipeline.hub.routes import webhooks as api
 from pipeline.hub.service import HubOf
 from pipeline.hub.webhooks import get_webhook, list_deliveries, list_webhooks
@@ -44,19 +42,11 @@ def show(request: Request, hub: HubOf, id: str) -> Response:
 def create(hub: HubOf, visitor: Editor) -> Response:
     form = visitor.form
     try:
-        fields: dict[str, Any] = {
-            "url": form.get("url", ""),
-            "watched": [
-                WatchedItem.parse(each).model_dump() for each in form.get("watched", "").split()
-            ],
-            "secret": form.get("secret", ""),
-        }
-        asked = api.WebhookRequest.model_validate(fields)
-    except ValidationError as error:
-        raise BadRequest(f"The form is wrong: {reasons(error)}.") from None
+        watched = [WatchedItem.parse(each) for each in form.get("watched", "").split()]
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    asked = api.checked(hub, asked)
+    fields = {"watched": [each.model_dump() for each in watched]}
+    asked = api.checked(hub, api.WebhookRequest.model_validate({**form, **fields}))
     with hub.database.write() as connection:
         created = api.create_webhook(connection, asked, hub.secret_key)
     return go(f"/webhooks/{created.id}")

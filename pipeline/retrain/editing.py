@@ -19,18 +19,33 @@ ANSWERS_FILE = "answers.jsonl"
 """A new answer goes to this file if no file of the dataset has rows like it."""
 
 
-def record_at(folder: Path, file: str, line: int) -> Columns:
-    """The columns of the row that begins on this line, as they stand in the file. Raises
-    DataError."""
-    for start, _, record in _placed(folder, file):
-        if start == line and not isinstance(record, str):
+def record_at(folder: Path, file: str, line: int | None) -> Columns:
+    """The columns of the row that begins on this line, as they stand in the file. Without a line,
+    those of the file's first row, or a question and an answer if it has none. Raises DataError."""
+    for start, _, record in _placed(folder, file) if (folder / file).exists() else ():
+        if line in (start, None) and not isinstance(record, str):
             return record
-    raise DataError.at(file, line, "no row that can be edited begins here; reload the page")
+    if line is not None:
+        raise DataError.at(file, line, "no row that can be edited begins here; reload the page")
+    return {"question": "", "answer": ""}
+
+
+def from_texts(texts: Mapping[str, str], like: Columns) -> Columns:
+    """A record with these texts as values. Where `like` has no text, the text is JSON. Raises
+    DataError."""
+    try:
+        return {
+            name: text if isinstance(like.get(name, ""), str) else json.loads(text)
+            for name, text in texts.items()
+        }
+    except ValueError as error:
+        raise DataError(f"a column that is no text must be JSON ({error}); correct it") from None
 
 
 def with_row(folder: Path, file: str, line: int | None, record: Columns | None) -> str:
     """The text of the file with this record in the place of the row that begins on `line`. A record
     of None deletes the row; a line of None adds a row at the end. Raises DataError."""
+    (folder / file).touch()
     placed = list(_placed(folder, file))
     with (folder / file).open(encoding="utf-8", newline="") as text:
         lines = text.readlines()

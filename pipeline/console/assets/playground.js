@@ -18,8 +18,8 @@ async function ask(form) {
       if (source === null) { source = piece; continue; }
       const span = document.createElement("span");
       span.append(piece.text);
-      span.title = piece.about;
-      span.className = "t" + piece.level;
+      span.title = Math.round(piece.sure * 100) + " % sure";
+      span.className = "t" + Math.floor(piece.sure * 5);
       answer.append(span);
     }
   }

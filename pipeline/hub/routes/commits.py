@@ -1,8 +1,12 @@
 """API routes for commits: `validate-yaml` checks a README before a client commits it, `preupload`
 tells a client how to send each file, and `commit` makes the commit."""
 
+import base64
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from io import SEEK_END
+from tempfile import TemporaryFile
 from typing import IO, Annotated
 
 from fastapi import APIRouter, Depends
@@ -41,6 +45,7 @@ from pipeline.hub.http_json import (
     hub_url,
     json_body,
 )
+from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
 from pipeline.hub.repositories import (
     OPEN,
     RefChange,
@@ -188,6 +193,54 @@ async def commit_file(
         sha, changes, num = made
         remarks = await run_in_threadpool(hub.remarks, repository, changes)
     return sha, repository, num, remarks
+
+
+async def commit_contents(
+    hub: Hub,
+    identity: Identity,
+    name: RepositoryName,
+    revision: str,
+    parent: str | None,
+    summary: str,
+    files: Mapping[str, IO[bytes]],
+) -> str:
+    """Makes a commit of these files, by their paths, on top of the commit `parent`, and returns its
+    sha. Raises PreconditionFailed if the branch is at another commit."""
+    repository = await run_in_threadpool(hub.repositories.find, name)
+    with TemporaryFile(dir=hub.repositories.incoming) as body:
+        await run_in_threadpool(_write_body, body, repository, parent, summary, files)
+        made = await commit_file(hub, identity, name, revision, body, commit_to_branch)
+    return made[0]
+
+
+def _write_body(
+    body: IO[bytes],
+    repository: Repository,
+    parent: str | None,
+    summary: str,
+    files: Mapping[str, IO[bytes]],
+) -> None:
+    """Writes what a client would send, and stores the large files."""
+    head = None if parent is None else resolve_revision(repository, parent)
+    attributes = attributes_files(read_tree(repository, head))
+    tracked = large_file_paths(repository, attributes, files)
+
+    def write(key: str, **value: object) -> None:
+        body.write(json.dumps({"key": key, "value": value}).encode() + b"\n")
+
+    write("header", summary=summary, parentCommit=head)
+    for path, file in files.items():
+        size = file.seek(0, SEEK_END)
+        file.seek(0)
+        planned = PlannedFile.model_construct(path=path, size=size, sample=file.read(512))
+        file.seek(0)
+        if planned.is_large or path in tracked:
+            read = iter(partial(file.read, CHUNK_BYTES), b"")
+            oid = LargeFiles(repository.folder).store(read, None, size)
+            write("lfsFile", path=path, oid=oid)
+        else:
+            content = base64.b64encode(file.read()).decode()
+            write("file", path=path, content=content, encoding="base64")
 
 
 def _ignored(
