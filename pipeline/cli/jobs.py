@@ -35,10 +35,10 @@ from pipeline.cli.terminal import (
     project_home,
     seconds,
 )
-from pipeline.doctor.facts import subject
+from pipeline.doctor.facts import subject, wrong_answers
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.job import PROMOTION_DIR, WRONG, WrongAnswers, read_record
+from pipeline.retrain.job import WrongAnswers
 from pipeline.runner.job_store import NOWHERE, open_job_store
 from pipeline.runner.run import run_jobs
 from pipeline.runner.submit import dataset_of_job
@@ -112,11 +112,7 @@ def inspect(
     with reading_store(home) as store:
         found = find_job(store, job, latest)
     if rows:
-        folder = home.jobs_dir / found.id
-        records = (
-            read_record(each / WRONG, WrongAnswers) for each in (folder, folder / PROMOTION_DIR)
-        )
-        _print_wrong(next(filter(None, records), None), as_json=as_json)
+        _print_wrong(wrong_answers(home.jobs_dir / found.id), as_json=as_json)
         return
     print(json.dumps(as_record(found), indent=2))
 

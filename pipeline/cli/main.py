@@ -19,6 +19,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 _COMMANDS = {
     "up": ("up", "Start the stack: hub, receiver, job runner and completion servers."),
     "down": ("up", "Stop the stack of this state folder."),
+    "open": ("open", "Open the console, the pages of the stack, in a browser."),
     "demo": ("demo", "Push two commits to a dataset, and show how the model's answers change."),
     "init": ("settings", "Write pipeline.toml into the working folder."),
     "settings": ("settings", "Print every key of the settings."),

@@ -1,5 +1,6 @@
 """Joins the pages into one router for the hub: signing in, the stream of changes, and the pages."""
 
+from base64 import urlsafe_b64decode
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from mimetypes import guess_type
@@ -18,6 +19,7 @@ from pipeline.console import webhooks as webhook_pages
 from pipeline.console.page import (
     ASSETS,
     HEADERS,
+    LINK_SECONDS,
     SESSION_SECONDS,
     Console,
     ConsoleOf,
@@ -36,7 +38,6 @@ from pipeline.hub.errors import NotFound, Unauthorized
 from pipeline.hub.service import Hub, HubOf
 from serving.weights.release_store import SERVED
 
-LINK_SECONDS = 60
 NUM_WATCHED = 50
 """Only the newest jobs are looked at: an older one has almost always ended."""
 
@@ -63,10 +64,12 @@ async def show_login(
     if once is None:
         return page(request, "login.html", next=next)
     token = opened(hub, once, "link", LINK_SECONDS)
-    if token is None or once in console.used_links:
+    # The same bytes can be written as several texts.
+    content = b"" if token is None else urlsafe_b64decode(once)
+    if token is None or content in console.used_links:
         wrong = "This link was used already, or is older than a minute: run `pipeline open` again."
         return page(request, "login.html", status=403, next=next, wrong=wrong)
-    console.used_links.add(once)
+    console.used_links.add(content)
     return _signed_in(hub, token, next)
 
 
@@ -124,7 +127,7 @@ async def stream(
             partial(_looked_at, hub, console), seen, request.scope["is_stopping"]
         )
         async for digest in changes:
-            yield f"id: {digest}\nevent: change\ndata:\n\n" if digest else ": \n\n"
+            yield f"id: {digest}\nevent: change\ndata: \n\n"
 
     return StreamingResponse(told(), media_type="text/event-stream", headers=HEADERS)
 

@@ -1,14 +1,129 @@
-"""The page `/`: the loop of each pipeline, from the last commit to the servers."""
+"""The page `/`: for each pipeline the way from the last commit to the servers, and above it what is
+wrong."""
+
+import time
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipeline.console.page import ConsoleOf, Page, page
+from pipeline.console.jobs import metrics_of, stages_of
+from pipeline.console.page import Console, ConsoleOf, Editor, Page, go, page
+from pipeline.doctor.checks import (
+    check_deliveries,
+    check_last_jobs,
+    check_other_hubs,
+    check_services,
+    check_webhooks,
+    faults,
+)
+from pipeline.doctor.facts import NUM_JOBS, Facts, advice_after_refusal, counts_text
+from pipeline.errors import PipelineError
+from pipeline.hub.contents import list_commits, resolve_revision
+from pipeline.hub.errors import RepositoryNotFound, RevisionNotFound
+from pipeline.hub.http_json import Json
+from pipeline.hub.routes.followers import reports
+from pipeline.hub.service import Hub, HubOf
+from pipeline.hub.webhooks import list_deliveries
+from pipeline.runner.serve_release import in_words, release_before, swap_in
+from pipeline.settings import PipelineSettings
+from serving.errors import ReleaseError
+from serving.weights.release_store import load_release, pending_release, release_ids
+
+CHECKS = (check_services, check_webhooks, check_other_hubs, check_deliveries, check_last_jobs)
+"""Those of `pipeline doctor` that take little time."""
+NUM_DELIVERIES = 20
 
 router = APIRouter(route_class=Page)
 
 
 @router.get("/")
-def show_loop(request: Request, console: ConsoleOf) -> Response:
-    return page(request, "loop.html")
+async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
+    facts = await console.loops.get(partial(_facts, hub, console))
+    return page(request, "loop.html", now=time.time(), **facts)
+
+
+@router.post("/pipelines/{name}/rollback")
+def roll_back(console: ConsoleOf, _: Editor, name: str) -> Response:
+    pipeline = console.settings.pipeline(name)
+    chosen = release_before(console.home.releases_dir / pipeline.name)
+    result = swap_in(console.home, console.settings, pipeline, chosen)
+    if result is not None and result.result != "live":
+        raise PipelineError(in_words(result))
+    return go("/")
+
+
+def _facts(hub: Hub, console: Console) -> dict[str, Any]:
+    facts = Facts(console.home, console.settings)
+    return {
+        "wrong": faults(facts, CHECKS),
+        "hub_url": console.settings.hub_url,
+        "loops": [_loop(hub, facts, each) for each in console.settings.pipelines],
+    }
+
+
+def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
+    jobs = hub.jobs_store.list(pipeline.name, limit=NUM_JOBS)
+    # What runs is more interesting than what waits for it.
+    job = next((each for each in jobs if each.state == "RUNNING"), next(iter(jobs), None))
+    stages = [] if job is None else stages_of(metrics_of(hub.jobs_dir / job.id))
+    folder = facts.releases_dir(pipeline)
+    try:
+        pending = pending_release(folder)
+    except ReleaseError as error:
+        pending = str(error)
+    return {
+        "pipeline": pipeline,
+        "is_here": facts.settings.is_on_own_hub(pipeline),
+        "commit": _newest_commit(hub, facts, pipeline),
+        "delivery": _last_delivery(hub, pipeline),
+        "job": job,
+        "num_waiting": sum(each.state == "SCHEDULING" for each in jobs),
+        "stage": stages[-1] if stages else None,
+        "release": _newest_release(facts, pipeline),
+        "served": facts.served(pipeline),
+        "pending": pending,
+        "followers": _followers(hub, pipeline),
+        "paused_since": hub.jobs_store.paused().get(pipeline.name),
+        "refused": advice_after_refusal(jobs),
+    }
+
+
+def _newest_commit(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> Any:
+    """None if the dataset is elsewhere, or has no commit yet."""
+    if not facts.settings.is_on_own_hub(pipeline):
+        return None
+    try:
+        repository = hub.repositories.find(hub.name_of("dataset", pipeline.dataset))
+        head = resolve_revision(repository, pipeline.ref)
+    except (RepositoryNotFound, RevisionNotFound):
+        return None
+    return next(iter(list_commits(repository, head, limit=1)), None)
+
+
+def _last_delivery(hub: Hub, pipeline: PipelineSettings) -> Any:
+    """Of the dataset; None if none of the newest deliveries is of it."""
+    wanted = f"dataset:{pipeline.dataset}".lower()
+    with hub.database.read() as connection:
+        found = list_deliveries(connection, limit=NUM_DELIVERIES)
+    return next((each for each in found if str(each["repository"]).lower() == wanted), None)
+
+
+def _newest_release(facts: Facts, pipeline: PipelineSettings) -> tuple[str, str] | None:
+    """Its id, and the counts of its job or what is wrong with it."""
+    folder = facts.releases_dir(pipeline)
+    if not (ids := release_ids(folder)):
+        return None
+    try:
+        return ids[-1], counts_text(load_release(folder / ids[-1]).evaluation)
+    except ReleaseError as error:
+        return ids[-1], str(error)
+
+
+def _followers(hub: Hub, pipeline: PipelineSettings) -> list[Json]:
+    try:
+        return reports(hub, hub.repositories.find(hub.name_of("model", pipeline.name)))
+    except RepositoryNotFound:  # there is no release yet
+        return []

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -26,7 +27,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.templating import Jinja2Templates
 
 from jobs.errors import JobError, JobNotFound
-from pipeline.console.watch import Watch
+from pipeline.console.watch import Shared, Watch
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import Forbidden, RequestError, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body, reasons
@@ -37,6 +38,7 @@ from receiver.errors import ReceiverError
 from serving.errors import ServingError
 
 SESSION_SECONDS = 12 * 3600
+LINK_SECONDS = 60
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -56,8 +58,10 @@ class Console:
     home: Home
     settings: Settings
     watch: Watch = field(default_factory=Watch)
-    used_links: set[str] = field(default_factory=set)
-    """The one-time links that were used since the start of the hub."""
+    loops: Shared[dict[str, Any]] = field(default_factory=partial(Shared, {}))
+    """What the page `/` shows, because it takes long to find out."""
+    used_links: set[bytes] = field(default_factory=set)
+    """What the one-time links say that were used since the start of the hub."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +138,11 @@ def cookie_name(hub: Hub) -> str:
     return f"console_{hub.settings.port}"
 
 
+def link_to(hub_url: str, *, key: bytes, token: str) -> str:
+    """A link that signs in with the token, once, within LINK_SECONDS."""
+    return f"{hub_url}/login?once={sealed(key, 'link', token)}"
+
+
 def sealed(key: bytes, kind: str, token: str) -> str:
     return Fernet(key).encrypt(json.dumps([kind, token]).encode()).decode()
 
@@ -156,7 +165,7 @@ def page(request: Request, template: str, *, status: int = 200, **facts: Any) ->
     """The page that the template makes of the facts. The template also gets `visitor` (None if
     nobody is signed in) and `seen`, the state of the stack that the page shows at least."""
     state = request.state
-    facts |= {"visitor": getattr(state, "visitor", None), "seen": state.console.watch.digest}
+    facts |= {"visitor": getattr(state, "visitor", None), "seen": state.console.watch.digest.value}
     return _templates.TemplateResponse(
         request, template, facts, status_code=status, headers=HEADERS
     )
@@ -214,12 +223,17 @@ def span(seconds: float) -> str:
     return f"{max(0, int(seconds))} s"
 
 
+def utc(moment: float) -> str:
+    """moment: in seconds since the epoch."""
+    return f"{iso_time(moment)[:19].replace('T', ' ')} UTC"
+
+
 def ago(moment: float) -> str:
     """moment: in seconds since the epoch."""
     return f"{span(time.time() - moment)} ago"
 
 
 _templates = Jinja2Templates(_HERE / "templates")
-_templates.env.filters |= {"utc": iso_time, "span": span, "ago": ago, "path": quote}
+_templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote}
 _templates.env.globals |= {"asset": asset}
 _templates.env.policies["json.dumps_kwargs"] = {"ensure_ascii": False}

@@ -1,49 +1,59 @@
-"""Sees that something has changed which pages show: `/events` tells it to all open pages."""
+"""What all open pages share: a value that is made once for all of them, and the news that something
+has changed which pages show."""
 
 import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
+Value = TypeVar("Value")
+
 LOOK_SECONDS = 1.0
-PAGES_A_SECOND = 15
-"""How many pages are told of a change per second at most: each then asks for itself again."""
+PAGES_A_SECOND = 5
+"""About how many pages are told of changes per second: each then asks for itself again. If more
+pages are open, each is told more rarely."""
+
+
+@dataclass
+class Shared(Generic[Value]):
+    value: Value
+    made_at: float = -LOOK_SECONDS
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def get(self, make: Callable[[], Value]) -> Value:
+        """The value that `make` returns, which is at most LOOK_SECONDS old. `make` runs in a
+        thread, and only once at a time: it may ask the hub itself, which needs threads too."""
+        async with self.lock:
+            if time.monotonic() - self.made_at >= LOOK_SECONDS:
+                self.value = await run_in_threadpool(make)
+                self.made_at = time.monotonic()
+            return self.value
 
 
 @dataclass
 class Watch:
-    """One look serves all pages."""
-
-    digest: str = ""
-    """Of what pages show, when it was looked at last; empty if nobody has looked yet."""
-    looked_at: float = 0.0
+    digest: Shared[str] = field(default_factory=partial(Shared, ""))
+    """Of what pages show; empty if nobody has looked yet."""
     num_streams: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def changes(
         self, look: Callable[[], Iterator[Any]], seen: str, is_over: Callable[[], bool]
     ) -> AsyncIterator[str]:
-        """Yields the digest each time it has changed from `seen`, until `is_over`."""
+        """Yields the digest of what `look` yields each time it differs from `seen`, the digest
+        before it. Ends once `is_over`."""
         self.num_streams += 1
         try:
             while not is_over():
-                await self._refresh(look)
-                if seen != self.digest:
-                    seen = self.digest
-                    yield seen
+                if seen != (digest := await self.digest.get(partial(_digest, look))):
+                    yield (seen := digest)
                 await asyncio.sleep(max(LOOK_SECONDS, self.num_streams / PAGES_A_SECOND))
         finally:
             self.num_streams -= 1
-
-    async def _refresh(self, look: Callable[[], Iterator[Any]]) -> None:
-        async with self.lock:
-            if time.monotonic() - self.looked_at >= LOOK_SECONDS:
-                self.digest = await run_in_threadpool(_digest, look)
-                self.looked_at = time.monotonic()
 
 
 def _digest(look: Callable[[], Iterator[Any]]) -> str:
