@@ -6,8 +6,7 @@ the served release. But if another release waits to be served when the job start
 the parent. A damaged release is never the parent; an older undamaged release takes its place.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -116,9 +115,3 @@ class Counts(BaseModel):
         if self.contradicting:
             parts.append(f"{self.contradicting:,} rows contradict each other")
         return " · ".join(parts)
-
-
-def counts_in(evaluation: Mapping[str, Any] | None) -> Counts:
-    """The counts in what a job has measured of a release. All are 0 if nothing was measured, for
-    example after `releases publish`."""
-    return Counts.model_validate((evaluation or {}).get("counts") or {})

@@ -7,14 +7,10 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-<<<<<<< HEAD
-from jobs.counts import counts_in
-=======
->>>>>>> console
 from jobs.spec import RevisionRange
 from pipeline.cli.jobs_run import run_to_end
 from pipeline.cli.terminal import ChangesStack, JsonOption, PipelineOption, print_table
@@ -92,13 +88,8 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
         [
             (
                 str(row["id"]),
-<<<<<<< HEAD
-                " ".join(marks[str(row["id"])]),
-                str(counts_in(row["evaluation"])) or "-",
-=======
-                " ".join(name for name in ("served", "pending", "pinned") if row[name]),
+                " ".join(marks[row["id"]]),
                 counts_text(row["evaluation"]) or "-",
->>>>>>> console
                 *(str(row[key] or "-") for key in columns),
             )
             for row in rows
@@ -115,11 +106,7 @@ def show(
     the probe (the texts with which a server checks the release). To standard error, also print its
     counts as one line, such as: learned 58 of 60 · kept 1,187 of 1,200."""
     found = _load(pipeline, release)
-<<<<<<< HEAD
-    rows = str(counts_in(found.evaluation))
-=======
     rows = counts_text(found.evaluation)
->>>>>>> console
     if not as_json and rows:
         # A program that reads the JSON from standard output does not see this line.
         print(rows, file=sys.stderr)

@@ -11,10 +11,10 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jobs.counts import counts_in
 from jobs.errors import JobNotFound
 from pipeline.console.datasets import of_pipeline
 from pipeline.console.page import Console, ConsoleOf, Editor, Page, go, page
+from pipeline.doctor.facts import counts_text
 from pipeline.doctor.revision import rows_between
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import NotFound
@@ -56,7 +56,7 @@ def _of(hub: Hub, folder: Path) -> dict[str, Any]:
     children = defaultdict(list)
     for each in found:
         parent = each.lineage.parent if each.lineage.parent in ids else ""
-        children[parent].append((each, counts_in(each.evaluation)))
+        children[parent].append((each, counts_text(each.evaluation)))
     marks, served = release_store.marks(folder), served_when(hub.releases, folder.name)
     return {"name": folder.name, "children": children, "marks": marks, "served": served}
 
@@ -108,7 +108,7 @@ def _release(folder: Path, release_id: str) -> Release:
 def _facts(hub: Hub, release: Release) -> dict[str, str]:
     """What is known of a release: its manifest and the settings of its job."""
     hidden = {"tensors", "probe", "files", "tied", "format"}
-    known = {"counts": str(counts_in(release.evaluation)), **release.model_dump(exclude=hidden)}
+    known = {"counts": counts_text(release.evaluation), **release.model_dump(exclude=hidden)}
     with suppress(JobNotFound):
         known["settings"] = hub.jobs_store.get(release.lineage.job_id or "").spec.settings
     return dict(_flat(known, ""))

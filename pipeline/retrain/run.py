@@ -17,7 +17,7 @@ from typing import Literal
 
 import httpx
 
-from jobs.counts import counts_in
+from jobs.counts import Counts
 from jobs.errors import TEMPORARY_FAILURE, is_temporary
 from jobs.folder import OUTCOME
 from jobs.outcome import JobOutcome
@@ -130,7 +130,7 @@ def _retrain(job: RetrainJob) -> JobOutcome:
         job.record_progress(
             dataset_revision=release.lineage.dataset_revision,
             parent_release=release.lineage.parent,
-            counts=counts_in(release.evaluation),
+            counts=Counts.model_validate((release.evaluation or {}).get("counts", {})),
         )
     else:
         snapshot, parent = _snapshot(job)
