@@ -7,7 +7,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -39,11 +39,9 @@ from serving.weights.release import Release
 from serving.weights.release_store import (
     list_releases,
     load_release,
-    pending_release,
     readable_served,
     release_ids,
     release_number,
-    served_release,
 )
 from serving.weights.verify import verify_release
 
@@ -66,14 +64,11 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     it still knows.
     """
     folder = _folder(pipeline)
-    served, pending = served_release(folder), pending_release(folder)
-    pinned = release_store.pinned_releases(folder)
-    rows = [
+    marks = release_store.marks(folder)
+    rows: list[dict[str, Any]] = [
         {
             "id": release.id,
-            "served": served is not None and served.name == release.id,
-            "pending": pending == release.id,
-            "pinned": release.id in pinned,
+            **{mark: mark in marks[release.id] for mark in ("served", "pending", "pinned")},
             "dataset_revision": release.lineage.dataset_revision,
             "parent": release.lineage.parent,
             "mode": release.lineage.mode,
@@ -93,7 +88,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
         [
             (
                 str(row["id"]),
-                " ".join(name for name in ("served", "pending", "pinned") if row[name]),
+                " ".join(marks[row["id"]]),
                 counts_text(row["evaluation"]) or "-",
                 *(str(row[key] or "-") for key in columns),
             )

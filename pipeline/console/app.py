@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from jobs.folder import LOG, METRICS
-from pipeline.console import jobs, loop
+from pipeline.console import datasets, jobs, loop, playground, releases
+from pipeline.console import webhooks as webhook_pages
 from pipeline.console.page import (
     ASSETS,
     HEADERS,
@@ -47,8 +48,8 @@ def create_router(console: Console) -> APIRouter:
 
     router = APIRouter(dependencies=[Depends(bring)])
     router.include_router(entrance)
-    for each in (loop.router, jobs.router):
-        router.include_router(each, dependencies=[Depends(viewer)])
+    for pages in (loop, datasets, jobs, releases, playground, webhook_pages):
+        router.include_router(pages.router, dependencies=[Depends(viewer)])
     return router
 
 

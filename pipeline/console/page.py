@@ -20,6 +20,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -111,7 +112,8 @@ async def form_of(request: Request) -> dict[str, str]:
     check_site(request.scope)
     # Not `request.form()`, because this needs another package.
     body = (await read_body(request)).decode(errors="replace")
-    return dict(parse_qsl(body, keep_blank_values=True))
+    # Browsers end the lines of a form with CR and LF.
+    return dict(parse_qsl(body.replace("%0D%0A", "%0A"), keep_blank_values=True))
 
 
 Form = Annotated[dict[str, str], Depends(form_of)]
@@ -190,7 +192,7 @@ class Page(APIRoute):
                 return go(f"/login?{urlencode({'next': back})}")
             except RequestError as error:
                 status, text = error.status, str(error)
-            except RequestValidationError as error:
+            except (RequestValidationError, ValidationError) as error:
                 status, text = 400, f"The request is wrong: {reasons(error)}"
             except JobNotFound as error:
                 status, text = 404, str(error)
@@ -234,3 +236,4 @@ def ago(moment: float) -> str:
 _templates = Jinja2Templates(_HERE / "templates")
 _templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote}
 _templates.env.globals |= {"asset": asset}
+_templates.env.policies["json.dumps_kwargs"] = {"ensure_ascii": False}

@@ -2,7 +2,7 @@
 git and git-lfs read."""
 
 import errno
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,7 +114,7 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
 }
 
 
-async def pieces(request: Request, *, max_bytes: int | None = None) -> AsyncIterator[bytes]:
+async def pieces(request: Request, *, max_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
     """The pieces of the body. Raises TooLarge, and BadRequest if the client disconnects before the
     end."""
     size = 0

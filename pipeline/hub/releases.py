@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
 from jobs.job import Job
@@ -38,6 +39,7 @@ from pipeline.hub.contents import (
     resolve_revision,
     tracking_line,
 )
+from pipeline.hub.database import events
 from pipeline.hub.errors import Conflict, HubError, RepositoryNotFound
 from pipeline.hub.events import EventLog, create_repository, record_ref_changes
 from pipeline.hub.garbage import sweep
@@ -60,6 +62,8 @@ from serving.weights.verify import check_files
 
 logger = logging.getLogger(__name__)
 
+NUM_EVENTS = 100
+"""How many events of a model repository are looked at, to see what was served when."""
 _TAGS = "refs/tags/"
 _ATTEMPTS = re.compile(r"refs/heads/attempts/(j\d+)-(\d{1,9})", re.ASCII)
 
@@ -125,6 +129,26 @@ def record_served(repository: Repository, *, pipeline: str, release: str | None)
     elif main is None or look_up(repository, [f"{main}:{RELEASE_FILE}"]) != [None]:
         git(repository.folder, "update-ref", "-d", DEFAULT_BRANCH)
         first_commit(repository, _author(repository.name))
+
+
+def served_when(releases: Releases, pipeline: str) -> list[tuple[float, str]]:
+    """When which release began to be served, newest first, as far as the events tell. Only those
+    that still exist."""
+    try:
+        repository = releases.repositories.find(releases.name(pipeline))
+    except RepositoryNotFound:
+        return []
+    moves = select(events.c.created_at, events.c.updated_refs).order_by(events.c.seq.desc())
+    of_repository = moves.where(events.c.repository_id == repository.id).limit(NUM_EVENTS)
+    with releases.log.database.read() as connection:
+        ids = {sha: name for name, sha in _releases_in(known_refs(connection, repository)).items()}
+        rows = connection.execute(of_repository).all()
+    return [
+        (row.created_at, ids[each["new_sha"]])
+        for row in rows
+        for each in row.updated_refs
+        if each["ref"] == DEFAULT_BRANCH and each["new_sha"] in ids
+    ]
 
 
 async def sync_releases(releases: Releases) -> None:

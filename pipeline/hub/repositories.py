@@ -391,6 +391,12 @@ def known_refs(connection: Connection, repository: Repository) -> dict[str, str]
     return {row.ref: row.sha for row in rows}
 
 
+def known_heads(connection: Connection) -> dict[str, str]:
+    """The sha of each repository's default branch at its last event, by the repository's id."""
+    newest = select(refs.c.repository_id, refs.c.sha).where(refs.c.ref == DEFAULT_BRANCH)
+    return {row.repository_id: row.sha for row in connection.execute(newest)}
+
+
 def ref_changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[RefChange]:
     # The default branch comes first, for receivers that read only the first ref.
     for ref in sorted(known.keys() | now.keys(), key=lambda ref: (ref != DEFAULT_BRANCH, ref)):

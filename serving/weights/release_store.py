@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import uuid
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -345,6 +346,20 @@ def pinned_releases(pipeline_dir: Path) -> list[str]:
     except FileNotFoundError:
         return []
     return sorted(pinned, key=release_number)
+
+
+def marks(pipeline_dir: Path) -> defaultdict[str, list[str]]:
+    """Release → which of `served`, `pending` and `pinned` it is. Raises ReleaseError as
+    `read_served` and `pinned_releases`."""
+    served, found = read_served(pipeline_dir), defaultdict[str, list[str]](list)
+    for mark, ids in (
+        ("served", [served.release]),
+        ("pending", [served.pending]),
+        ("pinned", pinned_releases(pipeline_dir)),
+    ):
+        for each in filter(None, ids):
+            found[each].append(mark)
+    return found
 
 
 def pin(pipeline_dir: Path, release_id: str) -> None:

@@ -1,9 +1,13 @@
 """API routes for commits: `validate-yaml` checks a README before a client commits it, `preupload`
 tells a client how to send each file, and `commit` makes the commit."""
 
-from collections.abc import Sequence
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated
+from io import SEEK_END
+from tempfile import TemporaryFile
+from typing import IO, Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import Base64Bytes, BaseModel, Field
@@ -37,16 +41,23 @@ from pipeline.hub.http_json import (
     hub_url,
     json_body,
 )
+from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
 from pipeline.hub.repositories import (
     RefChange,
     Repository,
+    RepositoryName,
     new_file_path,
     open_bases,
     read_refs,
     remember,
 )
-from pipeline.hub.routes.discussions import MAX_TEXT, MAX_TITLE, open_discussion, ref_of
-from pipeline.hub.service import API, HubOf, Identity, Named, Received, Writer, readable
+from pipeline.hub.routes.discussions import (
+    MAX_TEXT,
+    MAX_TITLE,
+    open_discussion,
+    ref_of,
+)
+from pipeline.hub.service import API, Hub, HubOf, Identity, Named, Received, Writer, readable
 from receiver.rules import DEFAULT_BRANCH
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
@@ -77,6 +88,7 @@ class Readme(BaseModel):
 Made = tuple[str, Sequence[RefChange], int | None]
 """The sha of a commit, the changes about which the hub may have remarks for the client, and the
 number of the pull request that it opened."""
+Act = Callable[[EventLog, Repository, Identity, str, CommitBody], Made]
 
 router = APIRouter()
 checks = APIRouter()
@@ -154,9 +166,22 @@ async def commit(
 ) -> JSONResponse:
     """Makes one commit with all operations, or fails and makes none. With `create_pr`, the commit
     goes to a new pull request."""
+    act = commit_to_pull_request if create_pr else commit_to_branch
+    sha, repository, num, remarks = await commit_file(hub, identity, name, revision, file, act)
+    web = f"{hub_url(request)}/{repository.name.path}"
+    answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
+    if num is not None:
+        answer["pullRequestUrl"] = f"{web}/discussions/{num}"
+    return JSONResponse(answer, headers=client_warning(sha, remarks))
+
+
+async def commit_file(
+    hub: Hub, identity: Identity, name: RepositoryName, revision: str, file: IO[bytes], act: Act
+) -> tuple[str, Repository, int | None, Sequence[str]]:
+    """Makes the commit whose body is in `file`. Returns its sha, its repository, the number of the
+    pull request that it opened, and the remarks for the client."""
     async with hub.commit_slots:
         body = await run_in_threadpool(CommitBody, file)
-    act = commit_to_pull_request if create_pr else commit_to_branch
     # Find the repository again: while the body came in, another one may have got its name. Take the
     # slot after the lock. Otherwise a request that waits for the lock would hold a slot, which
     # another request could use.
@@ -164,11 +189,54 @@ async def commit(
         made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
         sha, changes, num = made
         remarks = await run_in_threadpool(hub.remarks, repository, changes)
-    web = f"{hub_url(request)}/{repository.name.path}"
-    answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
-    if num is not None:
-        answer["pullRequestUrl"] = f"{web}/discussions/{num}"
-    return JSONResponse(answer, headers=client_warning(sha, remarks))
+    return sha, repository, num, remarks
+
+
+async def commit_contents(
+    hub: Hub,
+    identity: Identity,
+    name: RepositoryName,
+    revision: str,
+    parent: str | None,
+    summary: str,
+    files: Mapping[str, IO[bytes]],
+) -> str:
+    """Makes a commit of these files, by their paths, on top of the commit `parent`, and returns its
+    sha. Raises PreconditionFailed if the branch is at another commit."""
+    repository = await run_in_threadpool(hub.repositories.find, name)
+    with TemporaryFile(dir=hub.repositories.incoming) as body:
+        await run_in_threadpool(_write_body, body, repository, parent, summary, files)
+        made = await commit_file(hub, identity, name, revision, body, commit_to_branch)
+    return made[0]
+
+
+def _write_body(
+    body: IO[bytes],
+    repository: Repository,
+    parent: str | None,
+    summary: str,
+    files: Mapping[str, IO[bytes]],
+) -> None:
+    """Writes what a client would send, and stores the large files."""
+    head = None if parent is None else resolve_revision(repository, parent)
+    tracked = set() if head is None else large_file_paths(repository, head, files)
+
+    def write(key: str, **value: object) -> None:
+        body.write(json.dumps({"key": key, "value": value}).encode() + b"\n")
+
+    write("header", summary=summary, parentCommit=head)
+    for path, file in files.items():
+        size = file.seek(0, SEEK_END)
+        file.seek(0)
+        planned = PlannedFile.model_construct(path=path, size=size, sample=file.read(512))
+        file.seek(0)
+        if planned.is_large or path in tracked:
+            read = iter(partial(file.read, CHUNK_BYTES), b"")
+            oid = LargeFiles(repository.folder).store(read, None, size)
+            write("lfsFile", path=path, oid=oid)
+        else:
+            content = base64.b64encode(file.read()).decode()
+            write("file", path=path, content=content, encoding="base64")
 
 
 def begin(log: EventLog, repository: Repository, identity: Identity) -> None:

@@ -8,7 +8,6 @@ from typing import IO, Annotated
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Depends, Query
-from sqlalchemy import select
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 
@@ -22,7 +21,6 @@ from pipeline.hub.contents import (
     read_path,
     resolve_revision,
 )
-from pipeline.hub.database import refs
 from pipeline.hub.errors import (
     BadRequest,
     EntryNotFound,
@@ -33,9 +31,8 @@ from pipeline.hub.errors import (
 from pipeline.hub.git import git
 from pipeline.hub.http_json import Json, file_answer, iso_time, read_body
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.repositories import Repository
+from pipeline.hub.repositories import Repository, known_heads
 from pipeline.hub.service import API, FILES, TYPES, HubOf, Readable
-from receiver.rules import DEFAULT_BRANCH
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
@@ -65,8 +62,7 @@ def list_repositories(
         )
     type = TYPES[request.url.path.removeprefix("/api/")]
     with hub.database.read() as connection:
-        newest = select(refs.c.repository_id, refs.c.sha).where(refs.c.ref == DEFAULT_BRANCH)
-        heads = {row.repository_id: row.sha for row in connection.execute(newest)}
+        heads = known_heads(connection)
     found = [
         described(repository, heads.get(repository.id))
         for repository in sorted(
