@@ -44,11 +44,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+OURS = ("PIPELINE_", "HF_", "WEBHOOK_", "JOB_", "DATASET_")
+"""What our variables begin with. Libraries, such as torch, may set their own."""
+
+
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
     """No test changes the environment of the tests after it."""
-    of_pytest = "PYTEST_CURRENT_TEST"
-    before = {name: each for name, each in os.environ.items() if name != of_pytest}
+    before = {name: each for name, each in os.environ.items() if name.startswith(OURS)}
     yield
-    after = {name: each for name, each in os.environ.items() if name != of_pytest}
+    after = {name: each for name, each in os.environ.items() if name.startswith(OURS)}
     assert after == before
