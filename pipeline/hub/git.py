@@ -56,6 +56,23 @@ _MEMORY = (
     ("pack.windowMemory", "64m"),
 )
 
+_SAFETY = (
+    # Git collects no garbage by itself. Commits that no ref leads to are removed only by
+    # `garbage.py`.
+    ("gc.auto", "0"),
+    ("receive.autogc", "false"),
+    # A push that the hub has confirmed survives a power cut.
+    ("core.fsync", "all"),
+    ("core.fsyncMethod", "batch"),
+    # Git refuses a push of a tree with '..' or '.git' in it, so nobody can clone the tree.
+    ("transfer.fsckObjects", "true"),
+    ("http.receivepack", "true"),
+    # A client can fetch any commit by its sha: a job may need one that a force-push removed from
+    # its branch.
+    ("uploadpack.allowAnySHA1InWant", "true"),
+    ("uploadpack.allowFilter", "true"),
+)
+
 # The words by which git's error text says that the disk is full. The first two come from the system
 # (in English, because LC_ALL is C), the others from git itself.
 _DISK_FULL = ("No space left", "Disk quota", "write error", "couldn't write")
@@ -69,7 +86,7 @@ def git_environment(
 ) -> dict[str, str]:
     """The environment of one git process: `extra` are further variables, and `settings` are keys
     and values of git's configuration for this process only."""
-    configured = [*_MEMORY, *settings]
+    configured = [*_MEMORY, *_SAFETY, *settings]
     configuration = {"GIT_CONFIG_COUNT": str(len(configured))}
     for number, (key, value) in enumerate(configured):
         configuration |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}

@@ -152,34 +152,6 @@ def is_path(path: str) -> bool:
     return not _NOT_IN_PATH.search(path) and {"", ".", ".."}.isdisjoint(path.split("/"))
 
 
-# gc, autogc: git collects no garbage during a push, so that the push does not take longer. Commits
-# that no ref leads to are removed only by `garbage.py`.
-# allowAnySHA1InWant: a client can fetch any commit by its sha. A job may need a commit that a
-# force-push removed from its branch.
-# fsync: a push that the hub has confirmed survives a power cut.
-# fsckObjects: git refuses a push of a tree with '..' or '.git' in it, so nobody can clone the tree.
-_CONFIG = """\
-[core]
-\trepositoryformatversion = 0
-\tfilemode = true
-\tbare = true
-\tfsync = all
-\tfsyncMethod = batch
-[gc]
-\tauto = 0
-\tpruneExpire = never
-[receive]
-\tautogc = false
-[transfer]
-\tfsckObjects = true
-[http]
-\treceivepack = true
-[uploadpack]
-\tallowAnySHA1InWant = true
-\tallowFilter = true
-"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Repository:
     id: str
@@ -263,7 +235,6 @@ class Repositories:
         try:
             git(aside, "init", "--quiet", "--bare", "--template=")
             (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
-            (aside / "config").write_text(_CONFIG)
             yield Repository(id=id, name=name, created_at=time.time(), folder=aside)
         except BaseException:
             for folder in (aside, self.folder(id)):

@@ -245,26 +245,6 @@ BAD_PATHS = [
 ]
 
 
-def test_bad_paths_get_an_error_in_one_shape(hub: RunningHub, pushed: str) -> None:
-    for path in BAD_PATHS:
-        answer = hub.request("GET", path)
-        assert answer.status_code in (400, 404, 501), path
-        assert isinstance(answer.json()["error"], str), path
-
-
-def test_bodies_that_are_no_json_get_an_error(hub: RunningHub) -> None:
-    for method, path in [
-        ("POST", "/api/repos/create"),
-        ("DELETE", "/api/repos/delete"),
-        ("POST", "/api/repos/move"),
-        ("POST", "/api/settings/webhooks"),
-    ]:
-        for content in (b"{", b"[]", b'"x"', b"\xff", b"{}"):
-            answer = hub.request(method, path, content=content)
-            assert answer.status_code == 400, (path, content)
-        assert hub.request(method, path, content=b"x" * 2**21).status_code == 413
-
-
 def test_the_request_after_a_failure_of_the_hub_is_answered(
     hub: RunningHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,12 +350,10 @@ def test_a_merge_that_fails_changes_nothing(talk: Talk, monkeypatch: pytest.Monk
         ("", {"title": "x" * 300, "description": "x"}, 400),
         ("", {"title": "x\x07", "description": "x"}, 400),
         ("", {"title": "x", "description": " "}, 400),
-        ("", {"title": 1}, 400),
         ("/1/comment", {"comment": "x" * 100_000}, 400),
         ("/1/status", {"status": "merged"}, 400),
         ("/1/merge", None, 400),
         ("/9/comment", {"comment": "x"}, 404),
-        ("/x/comment", {"comment": "x"}, 400),
         ("/1/none", {}, 501),
     ],
 )

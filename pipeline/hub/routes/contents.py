@@ -146,9 +146,10 @@ def commits(
     return JSONResponse(found[:limit], headers=headers)
 
 
-def scratch_file(hub: HubOf) -> Iterator[IO[bytes]]:
-    """An empty file that exists until the answer is sent."""
-    with NamedTemporaryFile(dir=hub.repositories.incoming) as file:
+def scratch_file() -> Iterator[IO[bytes]]:
+    """An empty file that exists until the answer is sent. It is in the system's folder for such
+    files, because the hub's disk may be full."""
+    with NamedTemporaryFile() as file:
         yield file
 
 

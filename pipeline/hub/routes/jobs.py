@@ -11,7 +11,6 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator
 from io import IncrementalNewlineDecoder
-from pathlib import Path
 from secrets import token_hex
 from typing import Annotated, Any, get_args
 
@@ -23,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from jobs.errors import JobNotFound, SealBroken
-from jobs.folder import LOG, read_log, tail_offset
+from jobs.folder import read_log, tail_offset
 from jobs.job import Job, JobState, seal, unseal
 from jobs.spec import JobSpec
 from pipeline.hub.database import scheduled_jobs as table
@@ -35,9 +34,6 @@ from pipeline.hub.service import Hub, HubOf, hubs_own, person
 
 _PAGE = 200
 _POLL_SECONDS = 0.25
-_POLLS_PER_LOOK = 4
-"""The size of a log is read at each poll, in the event loop. The log and the job's row are read, in
-a thread, if the log has grown, and after this many polls."""
 _KEEP_ALIVE_SECONDS = 15.0
 """More than 5 s: a client that does not follow takes 5 s of silence for the end of the log."""
 _OLD_SECONDS = 5.0
@@ -189,18 +185,8 @@ async def _log_events(request: Request, hub: Hub, job: Job, tail: int | None) ->
             if time.monotonic() - sent_at > _KEEP_ALIVE_SECONDS:
                 yield ": keep-alive\n\n"
                 sent_at = time.monotonic()
-            for _ in range(_POLLS_PER_LOOK):
-                await asyncio.sleep(_POLL_SECONDS)
-                if _size(folder / LOG) > offset:
-                    break
+            await asyncio.sleep(_POLL_SECONDS)
             seen_at = time.time()
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:  # the job has not begun
-        return 0
 
 
 SCHEDULED = "/scheduled-jobs/{owner}"
