@@ -35,18 +35,14 @@ def test_an_event_outlives_its_hub_and_is_delivered_by_one_on_another_machine(
         create_empty(hub.url, "local/facts")
         wait_until(lambda: hub.deliveries(webhook)[0]["error"])
     assert not (disk / "hub.sqlite").exists()
-    with pytest.raises(HubError, match="none of their folders is in .*mount its disk"):
-        with running_hub(other, database=url):
-            pass
+    unmounted = running_hub(tmp_path / "unmounted", database=url)
+    with pytest.raises(HubError, match=r"none of their folders is in .*mount its disk"), unmounted:
+        pass
     disk.rename(other)
     with running_hub(other, database=url) as hub, recording_receiver(port) as receiver:
         [told] = receiver.wait_for(1)
         assert told.json["repo"]["name"] == "local/facts"
-        [delivery] = wait_until(
-            lambda: [one for one in hub.deliveries(webhook) if one["status"] == "delivered"]
-        )
-        again = hub.request("POST", f"/api/settings/webhooks/{webhook}/deliveries/x/replay")
-        assert again.status_code == 404 and delivery["action"] == "create"
+        wait_until(lambda: hub.deliveries(webhook)[0]["status"] == "delivered")
 
 
 def test_names_have_no_case_and_a_text_that_cannot_be_stored_is_told(
