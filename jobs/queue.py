@@ -236,9 +236,16 @@ def claim_job(
     is_local: bool | None,
 ) -> Job | None:
     """See `JobStore.claim`."""
-    if (again := _claim_again(engine, clock, owner, lease_seconds, is_local)) is not None:
-        return again
-    if (job := _due(engine, clock, is_local)) is None:
+    with reading(engine) as connection:
+        now = clock(connection)
+        goes_on = _goes_on(now) & _runs_there(is_local)
+        query = select(JOBS.c.number).where(goes_on).order_by(JOBS.c.run_after, JOBS.c.number)
+        again = connection.scalar(query.limit(1))
+        job = _due(connection, now, is_local) if again is None else None
+    if again is not None:
+        with writing(engine) as connection:
+            return _take_again(connection, again, owner, lease_seconds, clock(connection))
+    if job is None:
         return None
     head, failed = None, None
     try:
@@ -256,55 +263,48 @@ def claim_job(
         return _take(connection, job, owner, lease_seconds, head, failed, clock(connection))
 
 
-def _claim_again(
-    engine: Engine, clock: Clock, owner: str, lease_seconds: float, is_local: bool | None
+def _goes_on(now: float) -> Any:
+    """The SQL condition for jobs of which the next attempt is due, or which give way."""
+    gives_way = JOBS.c.outcome.is_not(None) & successor().is_not(None)
+    return is_waiting() & ((JOBS.c.run_after <= now) | gives_way)
+
+
+def _take_again(
+    connection: Connection, number: int, owner: str, lease_seconds: float, now: float
 ) -> Job | None:
-    with reading(engine) as connection:
-        gives_way = JOBS.c.outcome.is_not(None) & successor().is_not(None)
-        due = is_waiting() & ((JOBS.c.run_after <= clock(connection)) | gives_way)
-        due &= _runs_there(is_local)
-        query = select(JOBS.c.number).where(due).order_by(JOBS.c.run_after, JOBS.c.number)
-        number = connection.scalar(query.limit(1))
-    if number is None:
+    # Check again under the write lock.
+    still_due = select(JOBS).where(_goes_on(now), JOBS.c.number == number)
+    job = next(iter(select_jobs(connection, still_due)), None)
+    if job is None:
         return None
-    with writing(engine) as connection:
-        # Check again under the write lock.
-        job = next(
-            iter(select_jobs(connection, select(JOBS).where(due, JOBS.c.number == number))), None
-        )
-        if job is None:
-            return None
-        now = clock(connection)
-        if job.last_failure is not None:
-            ended = give_way(connection, job, job.last_failure, now)
-            if ended is not None:
-                return ended
-        return update_job(
-            connection,
-            job.id,
-            owner=owner,
-            lease_until=now + lease_seconds,
-            outcome=None,
-            # The time without an attempt does not count against the job's time limit.
-            started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
-        )
+    if job.last_failure is not None:
+        ended = give_way(connection, job, job.last_failure, now)
+        if ended is not None:
+            return ended
+    return update_job(
+        connection,
+        job.id,
+        owner=owner,
+        lease_until=now + lease_seconds,
+        outcome=None,
+        # The time without an attempt does not count against the job's time limit.
+        started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
+    )
 
 
 def _runs_there(is_local: bool | None) -> Any:
     return true() if is_local is None else JOBS.c.is_local.is_(is_local)
 
 
-def _due(engine: Engine, clock: Clock, is_local: bool | None) -> Job | None:
+def _due(connection: Connection, now: float, is_local: bool | None) -> Job | None:
     """The job that `claim_job` tries to take, with `old_sha` in its range."""
-    with reading(engine) as connection:
-        is_due = is_claimable(), JOBS.c.run_after <= clock(connection), _runs_there(is_local)
-        due = select(JOBS).where(*is_due)
-        due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
-        job = next(iter(select_jobs(connection, due)), None)
-        if job is None or not job.trains_head:
-            return job
-        old_sha = previous_head(connection, job)
-        return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
+    is_due = is_claimable(), JOBS.c.run_after <= now, _runs_there(is_local)
+    due = select(JOBS).where(*is_due).order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
+    job = next(iter(select_jobs(connection, due)), None)
+    if job is None or not job.trains_head:
+        return job
+    old_sha = previous_head(connection, job)
+    return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
 
 
 def _take(

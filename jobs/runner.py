@@ -169,7 +169,7 @@ class Runner:
                 "folder."
             ) from error
         if self._start_agent is None:
-            self._fork_server = ForkServer(self._settings.preload or ())
+            self._fork_server = ForkServer((self._store.driver, *(self._settings.preload or ())))
             self._start_agent = self._fork_server.start
 
     def _touch_alive_file(self) -> None:

@@ -196,10 +196,13 @@ def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     links = links.where(DELIVERIES.c.job_number.in_(numbers)).order_by(DELIVERIES.c.arrival)
     for number, delivery_id in connection.execute(links):
         delivery_ids[number].append(delivery_id)
-    paused = connection.scalars(select(PAUSES.c.pipeline)).all()
-    is_busy = JOBS.c.pipeline.is_not(None), JOBS.c.state == "RUNNING"
-    busy = connection.execute(select(JOBS.c.pipeline, JOBS.c.number).where(*is_busy))
-    running = {row.pipeline: row.number for row in busy}
+    paused: Sequence[str] = ()
+    running: dict[str, int] = {}
+    if any(row.state == "SCHEDULING" for row in rows):  # only these wait for anything
+        paused = connection.scalars(select(PAUSES.c.pipeline)).all()
+        is_busy = JOBS.c.pipeline.is_not(None), JOBS.c.state == "RUNNING"
+        busy = connection.execute(select(JOBS.c.pipeline, JOBS.c.number).where(*is_busy))
+        running = {row.pipeline: row.number for row in busy}
     return [job_from_row(row, delivery_ids[row.number], paused, running) for row in rows]
 
 

@@ -94,6 +94,11 @@ class JobStore:
         is_file = url.get_backend_name() == "sqlite" and url.database is not None
         return str(url.database) if is_file else url.render_as_string(hide_password=False)
 
+    @property
+    def driver(self) -> str:
+        """The module for this kind of database, whose import takes a while."""
+        return str(self._engine.dialect.loaded_dbapi.__name__)
+
     # Reading
 
     def get(self, job_id: str) -> Job:

@@ -8,6 +8,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,6 +51,12 @@ def _postgres_bin() -> Path | None:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
+    with running_postgres(fsync="off") as url:
+        yield url
+
+
+@contextmanager
+def running_postgres(*, fsync: str) -> Iterator[str]:
     """The URL of a throwaway cluster's `postgres` database."""
     programs = _postgres_bin()
     if programs is None:
@@ -64,7 +71,9 @@ def postgres_server() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="hotpush-pg-"))
     if user is not None:
         shutil.chown(folder, user)
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
+    options = (
+        f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync={fsync}"
+    )
 
     def call(program: str, *arguments: str) -> None:
         subprocess.run(

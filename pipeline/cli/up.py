@@ -27,7 +27,7 @@ from pipeline.stack.record import read_stack, running_settings
 from pipeline.stack.services import RUNNER, choose, services_of
 from pipeline.stack.subscriptions import subscribe, subscribe_at_other_hubs
 from pipeline.stack.supervisor import STOP_SECONDS, Stack, lock_stack
-from pipeline.tokens import load_tokens
+from pipeline.tokens import load_tokens, read_tokens
 
 app = typer.Typer()
 
@@ -66,7 +66,8 @@ def up(
 
     # `down` sends SIGTERM. Make SIGTERM end the stack in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    tokens = load_tokens(home.tokens_file)
+    # On another machine than the hub's, new tokens would be wrong ones.
+    tokens = (load_tokens if "hub" in names else read_tokens)(home.tokens_file)
     say = partial(print, flush=True)
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     try:
