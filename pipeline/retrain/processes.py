@@ -44,7 +44,9 @@ def start(nodes: int, processes: int) -> int:
         with socket.socket() as free:
             free.bind(("", 0))
             place = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free.getsockname()[1])}
-        command = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        # By default, only the variables that `sbatch` exports reach the other machines.
+        command = ["srun", "--export=ALL", f"--nodes={nodes}", "--ntasks-per-node=1"]
+        command += ["--kill-on-bad-exit=1"]
         command += [sys.executable, "-m", "pipeline.retrain", str(nodes), str(processes)]
         codes = [subprocess.run(command, env={**os.environ, **place}, check=False).returncode]
     else:

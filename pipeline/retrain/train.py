@@ -158,6 +158,7 @@ def train(
             f"a {type(model).__name__} can be trained in one process only; remove "
             "`train.num_processes`, and ask for one GPU and one node"
         )
+    logger.info(f"{num_processes()} processes train together")
     try:
         whole = hand_out(model, (plan, settings, progress, mode))
         return _train(whole, plan, settings, progress, mode, state, job_dir, metrics)
