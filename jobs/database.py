@@ -2,6 +2,7 @@
 creation of the tables, and how a process learns that another one has written."""
 
 import re
+import select
 import sqlite3
 import time
 from collections.abc import Generator, Iterator
@@ -173,7 +174,9 @@ def watch(engine: Engine) -> Generator[bool]:
                 driver.execute("LISTEN hotpush")
                 yield True
                 while True:
-                    yield any([*driver.notifies(timeout=0)])
+                    # Also readable if it is lost. `notifies` alone would take much longer.
+                    is_readable = select.select([driver], [], [], 0)[0]
+                    yield any([*driver.notifies(timeout=0)] if is_readable else [])
             seen = None
             while True:
                 before, seen = seen, driver.execute("PRAGMA data_version").fetchone()
