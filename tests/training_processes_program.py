@@ -60,4 +60,5 @@ def train() -> int:
 
 
 torch.set_num_threads(1)
-sys.exit(processes.run_part(train, loop.help_to_train) if processes.is_part() else train())
+is_part = "TORCHELASTIC_RUN_ID" in os.environ
+sys.exit(processes.run_part(train, loop.help_to_train) if is_part else train())

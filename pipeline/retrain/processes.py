@@ -73,11 +73,6 @@ def _start_here(nodes: int, processes: int) -> list[int]:
     return [0]
 
 
-def is_part() -> bool:
-    """Whether torchrun has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def run_part(job: Callable[[], int], help_to_train: Callable[[Any, Any], None]) -> int:
     """Run `job` in the first process. In the others, call `help_to_train` with what the first one
     hands out, until its job has ended. Returns the exit code."""
