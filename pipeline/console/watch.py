@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 Value = TypeVar("Value")
 
 LOOK_SECONDS = 1.0
-PAGES_A_SECOND = 5
+PAGES_A_SECOND = 3
 """About how many pages are told of changes per second: each then asks for itself again. If more
 pages are open, each is told more rarely."""
 
