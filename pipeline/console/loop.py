@@ -19,7 +19,7 @@ from pipeline.doctor.checks import (
     check_webhooks,
     faults,
 )
-from pipeline.doctor.facts import NUM_JOBS, Facts, advice_after_refusal, counts_text
+from pipeline.doctor.facts import Facts, advice_after_refusal, counts_text
 from pipeline.errors import PipelineError
 from pipeline.hub.contents import list_commits, resolve_revision
 from pipeline.hub.errors import RepositoryNotFound, RevisionNotFound
@@ -41,7 +41,9 @@ router = APIRouter(route_class=Page)
 
 @router.get("/")
 async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
-    facts = await console.loops.get(partial(_facts, hub, console))
+    # What was made before the last look may lack the change of which this look has told the page.
+    looked_at = console.watch.digest.made_at
+    facts = await console.loops.get(partial(_facts, hub, console), since=looked_at)
     return page(request, "loop.html", now=time.time(), **facts)
 
 
@@ -65,7 +67,7 @@ def _facts(hub: Hub, console: Console) -> dict[str, Any]:
 
 
 def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
-    jobs = hub.jobs_store.list(pipeline.name, limit=NUM_JOBS)
+    jobs = facts.jobs[pipeline.name]
     # What runs is more interesting than what waits for it.
     job = next((each for each in jobs if each.state == "RUNNING"), next(iter(jobs), None))
     stages = [] if job is None else stages_of(metrics_of(hub.jobs_dir / job.id))

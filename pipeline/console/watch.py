@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 Value = TypeVar("Value")
 
 LOOK_SECONDS = 1.0
-PAGES_A_SECOND = 5
+PAGES_A_SECOND = 3
 """About how many pages are told of changes per second: each then asks for itself again. If more
 pages are open, each is told more rarely."""
 
@@ -23,15 +23,18 @@ pages are open, each is told more rarely."""
 class Shared(Generic[Value]):
     value: Value
     made_at: float = -LOOK_SECONDS
+    """When the making of the value began, on the monotonic clock."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def get(self, make: Callable[[], Value]) -> Value:
-        """The value that `make` returns, which is at most LOOK_SECONDS old. `make` runs in a
-        thread, and only once at a time: it may ask the hub itself, which needs threads too."""
+    async def get(self, make: Callable[[], Value], since: float = 0.0) -> Value:
+        """The value that `make` returns, which is at most LOOK_SECONDS old, and was made after
+        `since` (on the monotonic clock). `make` runs in a thread, and only once at a time: it may
+        ask the hub itself, which needs threads too."""
         async with self.lock:
-            if time.monotonic() - self.made_at >= LOOK_SECONDS:
+            now = time.monotonic()
+            if now - self.made_at >= LOOK_SECONDS or self.made_at <= since:
                 self.value = await run_in_threadpool(make)
-                self.made_at = time.monotonic()
+                self.made_at = now
             return self.value
 
 

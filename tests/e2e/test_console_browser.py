@@ -107,8 +107,12 @@ def test_a_person_sees_a_push_arrive_and_starts_a_job(hub: Workplace, page: Any)
         page.get_by_role("heading", name="j000001 failed").wait_for()
         # What a person has begun to write survives the next change.
         page.get_by_text("Run again with other settings").click()
-        page.get_by_label("Go past the gate").fill("I know")
-        store.submit(JobSpec(command=("true",)), by_hand=True)
+        reason = page.get_by_label("Go past the gate")
+        reason.fill("I know")
+        with page.expect_response("**/jobs/j000001"):
+            store.submit(JobSpec(command=("true",)), by_hand=True)
+        page.wait_for_function("!document.querySelector('.htmx-request, .htmx-swapping')")
+        assert reason.input_value() == "I know"
         page.goto(f"{hub.url('hub')}/jobs")
         page.get_by_role("link", name="j000002").wait_for()
     for path in ("/", "/jobs", "/jobs/j000001", "/jobs?state=CANCELED"):
