@@ -22,7 +22,12 @@ from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)> مرحبا 🚀 \x1b[31mred\x1b[0m"
 ODD = quote(EVIL, safe="")
-PAGES = ("/", "/jobs", "/jobs/j000001", "/jobs?state=ERROR&pipeline=facts")
+DATASET = "/datasets/local/facts"
+PAGES = (
+    *("/", "/jobs", "/jobs/j000001", "/jobs?state=ERROR&pipeline=facts"),
+    *(DATASET, f"{DATASET}/rows", f"{DATASET}/edit?file=rows.jsonl&line=1"),
+    f"/playground?question={ODD}",
+)
 
 
 class Stack:
@@ -165,7 +170,7 @@ def test_hostile_texts_are_only_text(stack: Stack) -> None:
     api = stack.hub.api
     api.create_repo("local/facts", repo_type="dataset")
     api.upload_file(
-        path_or_fileobj=b"{}",
+        path_or_fileobj=json.dumps({"question": EVIL, "answer": EVIL}).encode(),
         path_in_repo="rows.jsonl",
         repo_id="local/facts",
         repo_type="dataset",
