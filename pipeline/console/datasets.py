@@ -176,7 +176,8 @@ def show_form(
     request: Request, dataset: FollowedOf, file: str = ANSWERS_FILE, line: int | None = None
 ) -> Response:
     """The form for the row that begins on `line`, or for a new row."""
-    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, _):
+    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
+        rows.check_editable(file)
         record = record_at(folder, file, line)
     return page(request, "edit.html", dataset=dataset, file=file, line=line, record=record)
 
@@ -197,7 +198,8 @@ def _edited(editor: Visitor, dataset: Followed) -> tuple[str, str, str]:
     file, number = form.get("file", ANSWERS_FILE), form.get("line", "")
     line = int(number) if number.isdecimal() else None
     fields = {key[2:]: text for key, text in form.items() if key.startswith("c.")}
-    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, _):
+    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
+        rows.check_editable(file)
         if "delete" in form and line is not None:
             return file, with_row(folder, file, line, None), "Delete"
         record = from_texts(fields, record_at(folder, file, line))

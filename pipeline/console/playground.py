@@ -109,7 +109,9 @@ async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
 
     def taught() -> tuple[str, str]:
         with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
-            return teach(folder, rows.dataset, dataset.reading, asked.question, right)
+            found = teach(folder, rows.dataset, dataset.reading, asked.question, right)
+            rows.check_editable(found[0])
+            return found
 
     file, text = await run_in_threadpool(taught)
     summary = f"Correct the answer to: {' '.join(asked.question.split())[:60]}"
