@@ -22,7 +22,7 @@ from serving.weights.release_store import readable_served, release_ids
 
 NUM_WATCHED = 50
 """Only the newest jobs are looked at: an older one has almost always ended."""
-PAGES_A_SECOND = 3
+PAGES_A_SECOND = 2
 """About how many pages are told of changes per second: each then asks for itself again. If more
 pages are open, each is told more rarely."""
 
