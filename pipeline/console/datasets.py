@@ -213,7 +213,7 @@ async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: Followe
     stream = pieces(request, max_bytes=hub.settings.max_push_bytes)
     try:
         form = await MultiPartParser(request.headers, stream).parse()
-    except MultiPartException as error:
+    except (MultiPartException, KeyError) as error:  # KeyError: without a content type
         raise BadRequest(f"The form cannot be read: {error}") from None
     try:
         texts = {name: text for name, text in form.multi_items() if isinstance(text, str)}

@@ -45,6 +45,8 @@ def from_texts(texts: Mapping[str, str], like: Columns) -> Columns:
 def with_row(folder: Path, file: str, line: int | None, record: Columns | None) -> str:
     """The text of the file with this record in the place of the row that begins on `line`. A record
     of None deletes the row; a line of None adds a row at the end. Raises DataError."""
+    if (folder / file).is_dir():
+        raise DataError.at(file, None, "it is a folder; name a file in it")
     (folder / file).parent.mkdir(parents=True, exist_ok=True)
     (folder / file).touch()
     placed = list(_placed(folder, file))

@@ -115,7 +115,12 @@ def test_a_person_sees_a_push_arrive_and_starts_a_job(hub: Workplace, page: Any)
         assert reason.input_value() == "I know"
         page.goto(f"{hub.url('hub')}/jobs")
         page.get_by_role("link", name="j000002").wait_for()
-    for path in ("/", "/jobs", "/jobs/j000001", "/jobs?state=CANCELED"):
+    dataset = "/datasets/local/facts"
+    for path in (
+        *("/", "/jobs", "/jobs/j000001", "/jobs?state=CANCELED"),
+        *("/datasets", dataset, f"{dataset}/rows", f"{dataset}/edit?file=rows.jsonl&line=1"),
+        *("/releases", "/playground", "/webhooks"),
+    ):
         _check(page, hub.url("hub"), path)
 
 
