@@ -60,9 +60,10 @@ def page(hub: Workplace) -> Iterator[Any]:
     """A page whose browser is signed in. Whatever fails in it fails the test."""
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page, faults = browser.new_page(), []
-        page.on("console", lambda said: said.type == "error" and faults.append(said.text))
-        page.on("pageerror", lambda error: faults.append(str(error)))
+        page = browser.new_page()
+        faults: list[object] = []
+        page.on("console", lambda said: faults.extend([said.text] * (said.type == "error")))
+        page.on("pageerror", lambda error: faults.append(error))
         page.goto(hub.run("open", "--print").strip())
         yield page
         browser.close()
