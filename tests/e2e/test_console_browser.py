@@ -11,7 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from huggingface_hub import HfApi
 
@@ -19,6 +18,7 @@ from jobs.folder import LOG, METRICS, prepare_job_folder
 from jobs.job import outcome_of
 from jobs.spec import JobSpec
 from jobs.store import JobStore
+from pipeline.stack.services import health
 from pipeline.tokens import read_tokens
 from tests.jobs_fixtures import until
 from tests.stack_fixtures import Workplace, configure, end_with_this_process, workplace_in
@@ -48,18 +48,11 @@ def hub(tmp_path: Path) -> Iterator[Workplace]:
         preexec_fn=end_with_this_process,
     )
     try:
-        until(lambda: _answers(workplace.url("hub")), seconds=60)
+        until(lambda: health(workplace.url("hub")) is not None, seconds=60)
         yield workplace
     finally:
         process.terminate()
         process.wait(30)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture
@@ -67,9 +60,10 @@ def page(hub: Workplace) -> Iterator[Any]:
     """A page whose browser is signed in. Whatever fails in it fails the test."""
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page, faults = browser.new_page(), []
-        page.on("console", lambda said: said.type == "error" and faults.append(said.text))
-        page.on("pageerror", lambda error: faults.append(str(error)))
+        page = browser.new_page()
+        faults: list[object] = []
+        page.on("console", lambda said: faults.extend([said.text] * (said.type == "error")))
+        page.on("pageerror", lambda error: faults.append(error))
         page.goto(hub.run("open", "--print").strip())
         yield page
         browser.close()
