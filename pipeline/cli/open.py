@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.terminal import project_home
-from pipeline.console.page import link_to
+from pipeline.console.page import sealed
 from pipeline.errors import PipelineError
 from pipeline.stack.record import running_settings
 from pipeline.stack.services import health
@@ -29,7 +29,7 @@ def open_(
     if health(url) is None:
         raise PipelineError(f"no hub answers at {url}; start the stack: pipeline up --detach")
     tokens = load_tokens(home.tokens_file)
-    link = link_to(url, key=tokens.key.encode(), token=tokens.hub)
+    link = f"{url}/login?once={sealed(tokens.key.encode(), 'link', tokens.hub)}"
     print(link)
     if not print_only:
         webbrowser.open(link)

@@ -1,13 +1,13 @@
 """The pages of datasets: files, rows and commits, and what each commit changed and led to. Each
 change by a form is a commit, which is refused if the branch has moved since the page was read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from itertools import chain
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, Query
@@ -28,7 +28,7 @@ from pipeline.hub.errors import BadRequest, RepositoryNotFound
 from pipeline.hub.http_json import pieces
 from pipeline.hub.repositories import Repository, known_heads, read_refs
 from pipeline.hub.routes import contents as api
-from pipeline.hub.routes.commits import commit_contents
+from pipeline.hub.routes.commits import Files, commit_contents
 from pipeline.hub.service import Hub, HubOf, check_site
 from pipeline.retrain.data import report_on
 from pipeline.retrain.editing import ANSWERS_FILE, from_texts, record_at, with_row
@@ -176,7 +176,8 @@ def show_form(
     request: Request, dataset: FollowedOf, file: str = ANSWERS_FILE, line: int | None = None
 ) -> Response:
     """The form for the row that begins on `line`, or for a new row."""
-    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, _):
+    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
+        rows.check_editable(file)
         record = record_at(folder, file, line)
     return page(request, "edit.html", dataset=dataset, file=file, line=line, record=record)
 
@@ -185,8 +186,8 @@ def show_form(
 async def edit(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
     file, text, verb = await run_in_threadpool(_edited, editor, dataset)
     files = {file: BytesIO(text.encode())}
-    parent = editor.form.get("parent") or None
-    sha = await commit(hub, editor, dataset, parent, f"{verb} a row of {file}", files)
+    parent, summary = editor.form.get("parent"), f"{verb} a row of {file}"
+    sha = await commit(hub, editor, dataset, parent, summary, files)
     return go(f"{dataset.path}/commit/{sha}")
 
 
@@ -197,7 +198,8 @@ def _edited(editor: Visitor, dataset: Followed) -> tuple[str, str, str]:
     file, number = form.get("file", ANSWERS_FILE), form.get("line", "")
     line = int(number) if number.isdecimal() else None
     fields = {key[2:]: text for key, text in form.items() if key.startswith("c.")}
-    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, _):
+    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
+        rows.check_editable(file)
         if "delete" in form and line is not None:
             return file, with_row(folder, file, line, None), "Delete"
         record = from_texts(fields, record_at(folder, file, line))
@@ -211,7 +213,7 @@ async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: Followe
     stream = pieces(request, max_bytes=hub.settings.max_push_bytes)
     try:
         form = await MultiPartParser(request.headers, stream).parse()
-    except MultiPartException as error:
+    except (MultiPartException, KeyError) as error:  # KeyError: without a content type
         raise BadRequest(f"The form cannot be read: {error}") from None
     try:
         texts = {name: text for name, text in form.multi_items() if isinstance(text, str)}
@@ -221,22 +223,16 @@ async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: Followe
         if not files:
             raise BadRequest("No file was chosen: choose one, or drop it on the field.")
         summary = texts.get("message") or f"Upload {', '.join(files)}"[:200]
-        parent = texts.get("parent") or None
-        sha = await commit(hub, editor, dataset, parent, summary, files)
+        sha = await commit(hub, editor, dataset, texts.get("parent"), summary, files)
         return go(f"{dataset.path}/commit/{sha}")
     finally:
         await form.close()
 
 
 async def commit(
-    hub: Hub,
-    editor: Visitor,
-    dataset: Followed,
-    parent: str | None,
-    summary: str,
-    files: Mapping[str, IO[bytes]],
+    hub: Hub, editor: Visitor, dataset: Followed, parent: str | None, summary: str, files: Files
 ) -> str:
     """Commits the files in the name of the person, on top of the commit that the person has seen.
     Returns the sha. Raises PreconditionFailed if the branch has moved since."""
-    name, branch = dataset.repository.name, dataset.branch
-    return await commit_contents(hub, editor.identity, name, branch, parent, summary, files)
+    name, branch, who = dataset.repository.name, dataset.branch, editor.identity
+    return await commit_contents(hub, who, name, branch, parent or None, summary, files)

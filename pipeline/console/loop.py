@@ -2,6 +2,7 @@
 wrong."""
 
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,29 +12,20 @@ from starlette.responses import Response
 
 from pipeline.console.jobs import metrics_of, stages_of
 from pipeline.console.page import Console, ConsoleOf, Editor, Page, go, page
-from pipeline.doctor.checks import (
-    check_deliveries,
-    check_last_jobs,
-    check_other_hubs,
-    check_services,
-    check_webhooks,
-    faults,
-)
-from pipeline.doctor.facts import NUM_JOBS, Facts, advice_after_refusal, counts_text
+from pipeline.doctor.checks import CHECKS, check_releases, faults
+from pipeline.doctor.facts import Facts, advice_after_refusal, counts_text
 from pipeline.errors import PipelineError
 from pipeline.hub.contents import list_commits, resolve_revision
 from pipeline.hub.errors import RepositoryNotFound, RevisionNotFound
-from pipeline.hub.http_json import Json
-from pipeline.hub.routes.followers import reports
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_deliveries
 from pipeline.runner.serve_release import in_words, release_before, swap_in
 from pipeline.settings import PipelineSettings
 from serving.errors import ReleaseError
-from serving.weights.release_store import load_release, pending_release, release_ids
+from serving.weights.release_store import load_release, readable_served, release_ids
 
-CHECKS = (check_services, check_webhooks, check_other_hubs, check_deliveries, check_last_jobs)
-"""Those of `pipeline doctor` that take little time."""
+QUICK_CHECKS = [check for check in CHECKS if check is not check_releases]
+"""`check_releases` reads all weights."""
 NUM_DELIVERIES = 20
 
 router = APIRouter(route_class=Page)
@@ -42,7 +34,7 @@ router = APIRouter(route_class=Page)
 @router.get("/")
 async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
     # What was made before the last look may lack the change of which this look has told the page.
-    looked_at = console.watch.digest.made_at
+    looked_at = console.digest.made_at
     facts = await console.loops.get(partial(_facts, hub, console), since=looked_at)
     return page(request, "loop.html", now=time.time(), **facts)
 
@@ -60,49 +52,46 @@ def roll_back(console: ConsoleOf, _: Editor, name: str) -> Response:
 def _facts(hub: Hub, console: Console) -> dict[str, Any]:
     facts = Facts(console.home, console.settings)
     return {
-        "wrong": faults(facts, CHECKS),
+        "wrong": faults(facts, QUICK_CHECKS),
         "hub_url": console.settings.hub_url,
         "loops": [_loop(hub, facts, each) for each in console.settings.pipelines],
     }
 
 
 def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
-    jobs = hub.jobs_store.list(pipeline.name, limit=NUM_JOBS)
+    jobs = facts.jobs[pipeline.name]
     # What runs is more interesting than what waits for it.
     job = next((each for each in jobs if each.state == "RUNNING"), next(iter(jobs), None))
     stages = [] if job is None else stages_of(metrics_of(hub.jobs_dir / job.id))
-    folder = facts.releases_dir(pipeline)
-    try:
-        pending = pending_release(folder)
-    except ReleaseError as error:
-        pending = str(error)
+    folder, counts = facts.releases_dir(pipeline), ""
+    if releases := release_ids(folder):
+        with suppress(ReleaseError):
+            counts = counts_text(load_release(folder / releases[-1]).evaluation)
     return {
         "pipeline": pipeline,
         "is_here": facts.settings.is_on_own_hub(pipeline),
-        "commit": _newest_commit(hub, facts, pipeline),
+        "commit": _newest_commit(hub, pipeline),
         "delivery": _last_delivery(hub, pipeline),
         "job": job,
         "num_waiting": sum(each.state == "SCHEDULING" for each in jobs),
         "stage": stages[-1] if stages else None,
-        "release": _newest_release(facts, pipeline),
+        "release": next(reversed(releases), None),
+        "counts": counts,
         "served": facts.served(pipeline),
-        "pending": pending,
-        "followers": _followers(hub, pipeline),
+        "pending": readable_served(folder).pending,
+        "followers": facts.followers(pipeline),
         "paused_since": hub.jobs_store.paused().get(pipeline.name),
         "refused": advice_after_refusal(jobs),
     }
 
 
-def _newest_commit(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> Any:
+def _newest_commit(hub: Hub, pipeline: PipelineSettings) -> Any:
     """None if the dataset is elsewhere, or has no commit yet."""
-    if not facts.settings.is_on_own_hub(pipeline):
-        return None
-    try:
+    with suppress(RepositoryNotFound, RevisionNotFound):
         repository = hub.repositories.find(hub.name_of("dataset", pipeline.dataset))
         head = resolve_revision(repository, pipeline.ref)
-    except (RepositoryNotFound, RevisionNotFound):
-        return None
-    return next(iter(list_commits(repository, head, limit=1)), None)
+        return list_commits(repository, head, limit=1)[0]
+    return None
 
 
 def _last_delivery(hub: Hub, pipeline: PipelineSettings) -> Any:
@@ -111,21 +100,3 @@ def _last_delivery(hub: Hub, pipeline: PipelineSettings) -> Any:
     with hub.database.read() as connection:
         found = list_deliveries(connection, limit=NUM_DELIVERIES)
     return next((each for each in found if str(each["repository"]).lower() == wanted), None)
-
-
-def _newest_release(facts: Facts, pipeline: PipelineSettings) -> tuple[str, str] | None:
-    """Its id, and the counts of its job or what is wrong with it."""
-    folder = facts.releases_dir(pipeline)
-    if not (ids := release_ids(folder)):
-        return None
-    try:
-        return ids[-1], counts_text(load_release(folder / ids[-1]).evaluation)
-    except ReleaseError as error:
-        return ids[-1], str(error)
-
-
-def _followers(hub: Hub, pipeline: PipelineSettings) -> list[Json]:
-    try:
-        return reports(hub, hub.repositories.find(hub.name_of("model", pipeline.name)))
-    except RepositoryNotFound:  # there is no release yet
-        return []

@@ -7,17 +7,18 @@ has a second secret, made from the cookie, which a page of another site cannot k
 
 import hashlib
 import hmac
-import json
 import time
+from base64 import urlsafe_b64decode
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from mimetypes import guess_type
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import parse_qsl, quote, urlencode
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl, quote
 
 from cryptography.fernet import Fernet, InvalidToken
-from fastapi import Depends
+from fastapi import APIRouter, Depends
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
@@ -26,10 +27,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.templating import Jinja2Templates
 
-from jobs.errors import JobError, JobNotFound
-from pipeline.console.watch import Shared, Watch
+from jobs.errors import JobError
+from pipeline.console.shared import Shared
 from pipeline.errors import PipelineError
-from pipeline.hub.errors import Forbidden, RequestError, Unauthorized
+from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body, reasons
 from pipeline.hub.service import Hub, HubOf, Identity, check_site
 from pipeline.paths import Home
@@ -57,7 +58,10 @@ _ASSETS_DIGEST = hashlib.sha256(b"".join(ASSETS.values())).hexdigest()[:12]
 class Console:
     home: Home
     settings: Settings
-    watch: Watch = field(default_factory=Watch)
+    digest: Shared[str] = field(default_factory=partial(Shared, ""))
+    """Of all that pages show; it changes with it. Empty if nobody has looked yet."""
+    streams: set[Request] = field(default_factory=set)
+    """The requests of `/events` that are open."""
     loops: Shared[dict[str, Any]] = field(default_factory=partial(Shared, {}))
     """What the page `/` shows, because it takes long to find out."""
     used_links: set[bytes] = field(default_factory=set)
@@ -76,10 +80,6 @@ class Visitor:
         return self.identity.role == "write"
 
 
-class _SignInNeeded(Exception):
-    pass
-
-
 async def console_of(request: Request) -> Console:
     console: Console = request.state.console
     return console
@@ -89,18 +89,11 @@ ConsoleOf = Annotated[Console, Depends(console_of)]
 
 
 def viewer(request: Request, hub: HubOf) -> Visitor:
-    """For pages: who looks. Without a valid session, the browser is sent to `/login`."""
+    """For pages: who looks. Raises Unauthorized without a valid session; see `Page`."""
     cookie = request.cookies.get(cookie_name(hub), "")
-    token = opened(hub, cookie, "session", SESSION_SECONDS)
-    try:
-        if token is None:
-            raise _SignInNeeded
-        identity = hub.identify(token.encode())
-    except Unauthorized:
-        raise _SignInNeeded from None
+    identity = hub.identify(opened(hub, cookie, "session", SESSION_SECONDS).encode())
     csrf = hmac.new(hub.secret_key, b"form " + cookie.encode(), hashlib.sha256).hexdigest()
-    visitor = Visitor(identity=identity, csrf=csrf)
-    request.state.visitor = visitor
+    request.state.visitor = visitor = Visitor(identity=identity, csrf=csrf)
     return visitor
 
 
@@ -138,24 +131,20 @@ def cookie_name(hub: Hub) -> str:
     return f"console_{hub.settings.port}"
 
 
-def link_to(hub_url: str, *, key: bytes, token: str) -> str:
-    """A link that signs in with the token, once, within LINK_SECONDS."""
-    return f"{hub_url}/login?once={sealed(key, 'link', token)}"
+def sealed(key: bytes, kind: Literal["session", "link"], token: str) -> str:
+    """A text that signs in with the token: the cookie of a session, or the end of a link to
+    `/login?once=`, which works once, for LINK_SECONDS."""
+    return Fernet(key).encrypt(f"{kind} {token}".encode()).decode()
 
 
-def sealed(key: bytes, kind: str, token: str) -> str:
-    return Fernet(key).encrypt(json.dumps([kind, token]).encode()).decode()
-
-
-def opened(hub: Hub, text: str, kind: str, seconds: int) -> str | None:
-    """The token in the text; None if the text is older than `seconds`, or is not of this kind."""
+def opened(hub: Hub, text: str, kind: str, seconds: int) -> str:
+    """The token in the text. Empty if the text is older than `seconds`, or is not of this kind: the
+    hub knows no empty token."""
     try:
-        found = json.loads(Fernet(hub.secret_key).decrypt(text.encode(), ttl=seconds))
-    except (InvalidToken, ValueError):
-        return None
-    if isinstance(found, list) and found[:1] == [kind]:
-        return str(found[1])
-    return None
+        content = Fernet(hub.secret_key).decrypt(text.encode(), ttl=seconds).decode()
+    except (InvalidToken, UnicodeDecodeError):
+        return ""
+    return content.removeprefix(f"{kind} ") if content.startswith(f"{kind} ") else ""
 
 
 # What a page shows
@@ -165,7 +154,7 @@ def page(request: Request, template: str, *, status: int = 200, **facts: Any) ->
     """The page that the template makes of the facts. The template also gets `visitor` (None if
     nobody is signed in) and `seen`, the state of the stack that the page shows at least."""
     state = request.state
-    facts |= {"visitor": getattr(state, "visitor", None), "seen": state.console.watch.digest.value}
+    facts |= {"visitor": getattr(state, "visitor", None), "seen": state.console.digest.value}
     return _templates.TemplateResponse(
         request, template, facts, status_code=status, headers=HEADERS
     )
@@ -177,8 +166,8 @@ def go(path: str) -> Response:
 
 
 class Page(APIRoute):
-    """A route of the console. Its errors are pages too. Each module of pages begins with
-    `router = APIRouter(route_class=Page)`."""
+    """A route of the console. Its errors are pages too, and without a valid session, it sends the
+    browser to `/login`. Each module of pages begins with `router = APIRouter(route_class=Page)`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -186,21 +175,15 @@ class Page(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handle(request)
-            except _SignInNeeded:
-                path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-                back = path if request.method == "GET" else "/"
-                return go(f"/login?{urlencode({'next': back})}")
-            except RequestError as error:
-                status, text = error.status, str(error)
+            except Unauthorized:
+                url = request.url
+                back = url.path + "?" * bool(url.query) + url.query
+                return go("/login?next=" + quote(back if request.method == "GET" else "/"))
             except (RequestValidationError, ValidationError) as error:
-                status, text = 400, f"The request is wrong: {reasons(error)}"
-            except JobNotFound as error:
-                status, text = 404, str(error)
+                status, said = 400, f"The request is wrong: {reasons(error)}"
             except (PipelineError, JobError, ReceiverError, ServingError) as error:
-                status, text = 409, str(error)
-            return await run_in_threadpool(
-                page, request, "error.html", status=status, error_text=text
-            )
+                status, said = getattr(error, "status", 409), str(error)
+            return page(request, "error.html", status=status, error_text=said)
 
         return answer
 
@@ -211,16 +194,11 @@ def asset(name: str) -> str:
 
 
 def span(seconds: float) -> str:
-    """A length of time with one or two units, such as `4 s`, `2 min 5 s` or `3 d 4 h`."""
-    for size, unit, below, smaller in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
-        if seconds >= size:
-            rest = int(seconds % size // below)
-            return f"{int(seconds // size)} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{max(0, int(seconds))} s"
+    """A length of time, such as `95 s` or `3 h`."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 def utc(moment: float) -> str:
@@ -237,3 +215,66 @@ _templates = Jinja2Templates(_HERE / "templates")
 _templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote}
 _templates.env.globals |= {"asset": asset}
 _templates.env.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+
+
+# The way in, and what needs no session
+
+entrance = APIRouter(route_class=Page)
+
+
+@entrance.get("/login")
+async def show_login(
+    request: Request, hub: HubOf, console: ConsoleOf, next: str = "/", once: str | None = None
+) -> Response:
+    """The form that asks for a token. `once` is a link of `pipeline open`, which needs none."""
+    if once is None:
+        return page(request, "login.html", next=next)
+    token = opened(hub, once, "link", LINK_SECONDS)
+    # The same bytes can be written as several texts.
+    content = urlsafe_b64decode(once) if token else b""
+    if not token or content in console.used_links:
+        wrong = "This link was used already, or is older than a minute: run `pipeline open` again."
+        return page(request, "login.html", status=403, next=next, wrong=wrong)
+    console.used_links.add(content)
+    return _signed_in(hub, token, next)
+
+
+@entrance.post("/login")
+async def login(request: Request, hub: HubOf, form: Form) -> Response:
+    token, back = form.get("token", "").strip(), form.get("next", "/")
+    try:
+        identity = await run_in_threadpool(hub.identify, token.encode())
+    except Unauthorized:
+        wrong = "The hub does not know this token. `pipeline open` signs you in without one."
+        return page(request, "login.html", status=401, next=back, wrong=wrong)
+    identity.require_person("the console")
+    return _signed_in(hub, token, back)
+
+
+@entrance.post("/logout")
+async def logout(hub: HubOf, _: Form) -> Response:
+    answer = go("/login")
+    answer.delete_cookie(cookie_name(hub), httponly=True, samesite="strict")
+    return answer
+
+
+def _signed_in(hub: Hub, token: str, back: str) -> Response:
+    # A path with two slashes would be the address of another site.
+    answer = go(back if back.startswith("/") and not back.startswith("//") else "/")
+    answer.set_cookie(
+        cookie_name(hub),
+        sealed(hub.secret_key, "session", token),
+        max_age=SESSION_SECONDS,
+        httponly=True,
+        samesite="strict",
+        secure=hub.settings.url.startswith("https:"),
+    )
+    return answer
+
+
+@entrance.get("/assets/{name}")
+async def send_asset(name: str) -> Response:
+    if name not in ASSETS:
+        raise NotFound(f"The console has no asset {name}.")
+    headers = {**HEADERS, "Cache-Control": "public, max-age=31536000, immutable"}
+    return Response(ASSETS[name], media_type=guess_type(name)[0], headers=headers)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SecretStr
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -22,6 +22,9 @@ from pipeline.hub.service import Hub, HubOf
 from pipeline.retrain.editing import teach
 from pipeline.stack.asking import ask
 from pipeline.stack.record import at_running_stack
+
+Pieces = Sequence[Mapping[str, Any]]
+"""As `ask` gives them."""
 
 router = APIRouter(route_class=Page, prefix="/playground")
 
@@ -37,8 +40,8 @@ class Question(BaseModel):
     commit: str | None = None
     """The commit that teaches the right answer."""
 
-    def request(self, console: Console) -> tuple[str, dict[str, Any]]:
-        """The URL of the server, and the body that asks it."""
+    def request(self, console: Console) -> tuple[str, dict[str, Any], SecretStr | None]:
+        """The URL of the server, the body that asks it, and its API key."""
         settings = at_running_stack(console.settings, console.home)
         pipeline = settings.pipeline(self.pipeline)
         limits = {"max_tokens": self.max_tokens, "temperature": self.temperature}
@@ -47,7 +50,8 @@ class Question(BaseModel):
         if self.mode == "chat":
             said = {"messages": [{"role": "user", "content": self.question}]}
             path = "/v1/chat/completions"
-        return settings.server_url(pipeline) + path, {"model": pipeline.name, **said, **limits}
+        body = {"model": pipeline.name, **said, **limits}
+        return settings.server_url(pipeline) + path, body, settings.serving.api_key
 
 
 @router.get("")
@@ -105,7 +109,9 @@ async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
 
     def taught() -> tuple[str, str]:
         with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
-            return teach(folder, rows.dataset, dataset.reading, asked.question, right)
+            found = teach(folder, rows.dataset, dataset.reading, asked.question, right)
+            rows.check_editable(found[0])
+            return found
 
     file, text = await run_in_threadpool(taught)
     summary = f"Correct the answer to: {' '.join(asked.question.split())[:60]}"
@@ -116,17 +122,12 @@ async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
 
 
 def _page(
-    request: Request,
-    hub: Hub,
-    console: Console,
-    asked: Question,
-    pieces: Sequence[Mapping[str, Any]],
-    **facts: Any,
+    request: Request, hub: Hub, console: Console, asked: Question, pieces: Pieces, **facts: Any
 ) -> Response:
     facts["pipelines"] = [each.name for each in console.settings.pipelines]
     if pieces:
         source, *facts["pieces"] = pieces
-        url, body = asked.request(console)
+        url, body, _ = asked.request(console)
         dataset = of_pipeline(hub, console, console.settings.pipeline(asked.pipeline))
         facts |= {"source": source, "url": url, "body": body, "dataset": dataset}
         try:

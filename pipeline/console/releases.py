@@ -39,6 +39,8 @@ def folder_of(console: ConsoleOf, pipeline: str) -> Path:
 
 
 FolderOf = Annotated[Path, Depends(folder_of)]
+Beside = Annotated[str, Query(alias="with")]
+Act = Literal["swap", "rollback", "pin", "unpin"]
 
 router = APIRouter(route_class=Page, prefix="/releases", dependencies=[Depends(refreshed)])
 
@@ -61,17 +63,12 @@ def _of(hub: Hub, folder: Path) -> dict[str, Any]:
     return {"name": folder.name, "children": children, "marks": marks, "served": served}
 
 
-@router.get("/{pipeline}/{release_id}")
+@router.get("/{pipeline}/{id}")
 def show(
-    request: Request,
-    hub: HubOf,
-    console: ConsoleOf,
-    folder: FolderOf,
-    release_id: str,
-    beside: Annotated[str, Query(alias="with")] = "",
+    request: Request, hub: HubOf, console: ConsoleOf, folder: FolderOf, id: str, beside: Beside = ""
 ) -> Response:
     """One release; with `with`, next to another one."""
-    release, others = _release(folder, release_id), {}
+    release, others = _release(folder, id), {}
     facts: dict[str, Any] = {}
     if beside:
         other = _release(folder, beside)
@@ -79,7 +76,7 @@ def show(
     mine = _facts(hub, release)
     facts["table"] = [(name, mine.get(name), others.get(name)) for name in {**mine, **others}]
     facts |= {"release": release, "beside": beside, "ids": release_store.release_ids(folder)}
-    facts["marks"] = release_store.marks(folder)[release_id]
+    facts["marks"] = release_store.marks(folder)[id]
     return page(request, "release.html", pipeline=hub.releases.name(folder.name), **facts)
 
 
@@ -122,21 +119,14 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield name, str(value)[:300]
 
 
-@router.get("/{pipeline}/{release_id}/files/{path:path}")
-def send_file(
-    request: Request, hub: HubOf, folder: FolderOf, release_id: str, path: str
-) -> Response:
+@router.get("/{pipeline}/{id}/files/{path:path}")
+def send_file(request: Request, hub: HubOf, folder: FolderOf, id: str, path: str) -> Response:
     repository = hub.repositories.find(hub.releases.name(folder.name))
-    return contents.resolve(request, repository, release_id, unquote(path))
+    return contents.resolve(request, repository, id, unquote(path))
 
 
 @router.post("/{pipeline}/{act}")
-def change(
-    console: ConsoleOf,
-    editor: Editor,
-    folder: FolderOf,
-    act: Literal["swap", "rollback", "pin", "unpin"],
-) -> Response:
+def change(console: ConsoleOf, editor: Editor, folder: FolderOf, act: Act) -> Response:
     if act == "rollback":
         chosen = release_before(folder)
     else:

@@ -15,7 +15,7 @@ from pipeline.doctor.push_remarks import CHECKED_SUFFIXES, MAX_BYTES
 from pipeline.errors import PipelineError
 from pipeline.formats import MAX_HEAD_CHARACTERS
 from pipeline.hub.contents import changed_files, list_tree, read_blobs, resolve_revision
-from pipeline.hub.repositories import Repository
+from pipeline.hub.repositories import Repository, new_file_path
 from pipeline.retrain.data import grouped
 from pipeline.retrain.dataset import CARD, Dataset, is_needed, read_dataset
 from pipeline.retrain.errors import DataError
@@ -38,6 +38,13 @@ class Rows:
     def all(self) -> tuple[Row, ...]:
         """The rows of all splits."""
         return tuple(chain.from_iterable(self.dataset.rows.values()))
+
+    def check_editable(self, file: str) -> None:
+        """Raises DataError if the file exists and was not read: to add a row would replace it. And
+        BadRequest if it cannot exist."""
+        why = {**self.dataset.files.ignored, **self.unread}.get(new_file_path(file))
+        if why is not None:
+            raise DataError.at(file, None, f"its rows cannot be changed here: {why}")
 
 
 @contextmanager

@@ -39,7 +39,6 @@ from pipeline.hub.routes import (
     git_http,
     jobs,
     large_files,
-    pages,
     repositories,
     webhooks,
 )
@@ -168,7 +167,7 @@ def create_app(
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.
     for router in (
-        *(contents.lists, administration.router, webhooks.router, pages.router, jobs.router),
+        *(contents.lists, administration.router, webhooks.router, jobs.router),
         commits.router,
         *(repositories.router, discussions.router, large_files.router, git_http.router),
         *(followers.router, contents.api, contents.files, others),

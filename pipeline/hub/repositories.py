@@ -44,6 +44,7 @@ RESERVED_OWNERS = frozenset(
     {
         *(f"{type}s" for type in REPOSITORY_TYPES),
         *("api", "settings", "buckets", "collections", "oauth", "papers", "uploads"),
+        *("assets", "events", "jobs", "pipelines", "playground", "releases", "webhooks"),
     }
 )
 """Owners that no repository may have, because URLs that begin with them mean something else. In

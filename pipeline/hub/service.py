@@ -272,7 +272,7 @@ def sent_token(scope: Scope) -> bytes:
     if not given:
         missing = Unauthorized(
             "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints. "
-            "In a browser, give any user name, and the token as the password."
+            "In a browser, `pipeline open` signs you in."
         )
         if _OF_A_REPOSITORY.match(scope["path"]):
             missing.code = RepositoryNotFound.code

@@ -22,7 +22,7 @@ ANSWERS_FILE = "answers.jsonl"
 def record_at(folder: Path, file: str, line: int | None) -> Columns:
     """The columns of the row that begins on this line, as they stand in the file. Without a line,
     those of the file's first row, or a question and an answer if it has none. Raises DataError."""
-    for start, _, record in _placed(folder, file) if (folder / file).exists() else ():
+    for start, _, record in _placed(folder, file) if (folder / file).is_file() else ():
         if line in (start, None) and not isinstance(record, str):
             return record
     if line is not None:
@@ -45,10 +45,15 @@ def from_texts(texts: Mapping[str, str], like: Columns) -> Columns:
 def with_row(folder: Path, file: str, line: int | None, record: Columns | None) -> str:
     """The text of the file with this record in the place of the row that begins on `line`. A record
     of None deletes the row; a line of None adds a row at the end. Raises DataError."""
+    if (folder / file).is_dir():
+        raise DataError.at(file, None, "it is a folder; name a file in it")
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
     (folder / file).touch()
     placed = list(_placed(folder, file))
     with (folder / file).open(encoding="utf-8", newline="") as text:
         lines = text.readlines()
+    if lines and not placed:
+        raise DataError.at(file, None, "no row can be added to a file of this form; name another")
     begin = end = len(lines) + 1
     if line is not None:
         begin, end = next(

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import httpx
+from pydantic import SecretStr
 
 from pipeline.errors import PipelineError
 
@@ -18,10 +19,15 @@ piece of an answer instead says which `release` answers, and the commit of the d
 on which it was trained."""
 
 
-async def ask(url: str, body: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:
+async def ask(
+    url: str, body: Mapping[str, Any], api_key: SecretStr | None
+) -> AsyncGenerator[Piece, None]:
     """The pieces of the answer to a chat (`messages`) or a `prompt`. `url` is that of the route.
     Raises PipelineError if the server does not answer, or refuses the question."""
-    client = httpx.AsyncClient(trust_env=False, verify=False, timeout=SILENT_SECONDS)
+    bearer = {} if api_key is None else {"Authorization": f"Bearer {api_key.get_secret_value()}"}
+    client = httpx.AsyncClient(
+        headers=bearer, trust_env=False, verify=False, timeout=SILENT_SECONDS
+    )
     more = {"stream": True, "logprobs": True if "messages" in body else 1}
     try:
         async with client, client.stream("POST", url, json={**body, **more}) as answer:

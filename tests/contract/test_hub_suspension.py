@@ -57,8 +57,6 @@ def test_a_failing_webhook_is_suspended_and_resumes_without_a_loss(
         hub.create_dataset("local/a")
         wait_until(lambda: status(hub, id) == "suspended")
         assert not hub.api.get_webhook(id).disabled  # the client has no word for it
-        page = hub.request("GET", f"/settings/webhooks/{id}")
-        assert "suspended since 20" in page.text
         for name in "bcd":
             hub.create_dataset(f"local/{name}")
         receiver.wait_for(len(receiver.received) + 5)

@@ -11,7 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from huggingface_hub import HfApi
 
@@ -19,6 +18,7 @@ from jobs.folder import LOG, METRICS, prepare_job_folder
 from jobs.job import outcome_of
 from jobs.spec import JobSpec
 from jobs.store import JobStore
+from pipeline.stack.services import health
 from pipeline.tokens import read_tokens
 from tests.jobs_fixtures import until
 from tests.stack_fixtures import Workplace, configure, end_with_this_process, workplace_in
@@ -48,18 +48,11 @@ def hub(tmp_path: Path) -> Iterator[Workplace]:
         preexec_fn=end_with_this_process,
     )
     try:
-        until(lambda: _answers(workplace.url("hub")), seconds=60)
+        until(lambda: health(workplace.url("hub")) is not None, seconds=60)
         yield workplace
     finally:
         process.terminate()
         process.wait(30)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
 
 
 @pytest.fixture
@@ -67,9 +60,10 @@ def page(hub: Workplace) -> Iterator[Any]:
     """A page whose browser is signed in. Whatever fails in it fails the test."""
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page, faults = browser.new_page(), []
-        page.on("console", lambda said: said.type == "error" and faults.append(said.text))
-        page.on("pageerror", lambda error: faults.append(str(error)))
+        page = browser.new_page()
+        faults: list[object] = []
+        page.on("console", lambda said: faults.extend([said.text] * (said.type == "error")))
+        page.on("pageerror", lambda error: faults.append(error))
         page.goto(hub.run("open", "--print").strip())
         yield page
         browser.close()
@@ -100,7 +94,7 @@ def test_a_person_sees_a_push_arrive_and_starts_a_job(hub: Workplace, page: Any)
         lines.append({"event": "evaluation", "step": 5, "right": 3, "rows": 4})
         told = (json.dumps({"time": job.created_at, "stage": "train"} | line) for line in lines)
         (folder / METRICS).write_text("\n".join(told) + "\n")
-        page.get_by_role("img", name="Learned: this job: 75").wait_for()
+        page.get_by_role("img", name="this job: 75 → 75 at step 5").wait_for()
         page.get_by_text("one line").wait_for()
         outcome = outcome_of(job, "failed", reason=f"{TITLE}\n{'long' * 100}")
         store.finish(job.id, "runner", outcome)
@@ -115,7 +109,12 @@ def test_a_person_sees_a_push_arrive_and_starts_a_job(hub: Workplace, page: Any)
         assert reason.input_value() == "I know"
         page.goto(f"{hub.url('hub')}/jobs")
         page.get_by_role("link", name="j000002").wait_for()
-    for path in ("/", "/jobs", "/jobs/j000001", "/jobs?state=CANCELED"):
+    dataset = "/datasets/local/facts"
+    for path in (
+        *("/", "/jobs", "/jobs/j000001", "/jobs?state=CANCELED"),
+        *("/datasets", dataset, f"{dataset}/rows", f"{dataset}/edit?file=rows.jsonl&line=1"),
+        *("/releases", "/playground", "/webhooks"),
+    ):
         _check(page, hub.url("hub"), path)
 
 

@@ -89,6 +89,8 @@ Made = tuple[str, Sequence[RefChange], int | None]
 """The sha of a commit, the changes about which the hub may have remarks for the client, and the
 number of the pull request that it opened."""
 Act = Callable[[EventLog, Repository, Identity, str, CommitBody], Made]
+Files = Mapping[str, IO[bytes]]
+"""The contents of files by their paths."""
 
 router = APIRouter()
 checks = APIRouter()
@@ -199,7 +201,7 @@ async def commit_contents(
     revision: str,
     parent: str | None,
     summary: str,
-    files: Mapping[str, IO[bytes]],
+    files: Files,
 ) -> str:
     """Makes a commit of these files, by their paths, on top of the commit `parent`, and returns its
     sha. Raises PreconditionFailed if the branch is at another commit."""
@@ -211,11 +213,7 @@ async def commit_contents(
 
 
 def _write_body(
-    body: IO[bytes],
-    repository: Repository,
-    parent: str | None,
-    summary: str,
-    files: Mapping[str, IO[bytes]],
+    body: IO[bytes], repository: Repository, parent: str | None, summary: str, files: Files
 ) -> None:
     """Writes what a client would send, and stores the large files."""
     head = None if parent is None else resolve_revision(repository, parent)

@@ -9,8 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from pipeline.hub.http_json import Json, json_body
-from pipeline.hub.repositories import Repository
-from pipeline.hub.service import API, Hub, HubOf, Readable
+from pipeline.hub.service import API, HubOf, Readable
 
 FORGET_SECONDS = 24 * 3600
 """A server that has not reported for so long is not listed any more."""
@@ -41,14 +40,10 @@ Told = Annotated[Report, json_body(Report)]
 @router.get("")
 async def list_followers(hub: HubOf, repository: Readable) -> list[Json]:
     """The newest report of each follower, with its age."""
-    return reports(hub, repository)
-
-
-def reports(hub: Hub, repository: Repository) -> list[Json]:
     now = time.monotonic()
     return [
         {**report, "age_seconds": round(now - at, 1)}
-        for at, report in list(hub.followers.get(repository.id, {}).values())
+        for at, report in hub.followers.get(repository.id, {}).values()
         if now - at < FORGET_SECONDS
     ]
 

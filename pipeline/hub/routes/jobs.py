@@ -236,7 +236,7 @@ def _described(hub: Hub, job: Job) -> Json:
         "createdAt": iso_time(job.created_at),
         "startedAt": None if started is None else iso_time(started),
         "finishedAt": None if job.ended_at is None else iso_time(job.ended_at),
-        **_asked(hub, job.spec),
+        **asked_for(hub, job.spec),
         "status": {"stage": job.state, "message": job.waits_for or reason},
         "durations": {
             "schedulingSecs": None if started is None else int(started - job.created_at),
@@ -252,7 +252,7 @@ def _described_schedule(hub: Hub, row: Row[Any]) -> Json:
     return {
         "id": row.id,
         "createdAt": iso_time(row.created_at),
-        "jobSpec": _asked(hub, JobSpec.model_validate(row.spec)),
+        "jobSpec": asked_for(hub, JobSpec.model_validate(row.spec)),
         "schedule": row.schedule,
         "suspend": False,
         "concurrency": False,
@@ -266,7 +266,7 @@ def _owner(hub: Hub) -> Json:
     return {"id": owner_id(name), "name": name, "type": "user"}
 
 
-def _asked(hub: Hub, spec: JobSpec) -> Json:
+def asked_for(hub: Hub, spec: JobSpec) -> Json:
     """What was to run. Of the secrets, only the names."""
     secrets: dict[str, str] = {}
     with contextlib.suppress(SealBroken):  # the stack has another key now
