@@ -133,8 +133,10 @@ def _rendered(repository: Repository, readme: contents.Entry) -> str:
 
 
 @router.get("/{owner}/{name}/raw/{revision}/{path:path}")
-def send_file(request: Request, dataset: FollowedOf, revision: str, path: str) -> Response:
-    return api.resolve(request, dataset.repository, revision, unquote(path))
+def send_file(
+    request: Request, dataset: FollowedOf, scratch: api.Scratch, revision: str, path: str
+) -> Response:
+    return api.resolve(request, dataset.repository, scratch, revision, unquote(path))
 
 
 @router.get("/{owner}/{name}/rows")

@@ -120,9 +120,11 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 @router.get("/{pipeline}/{id}/files/{path:path}")
-def send_file(request: Request, hub: HubOf, folder: FolderOf, id: str, path: str) -> Response:
+def send_file(
+    request: Request, hub: HubOf, folder: FolderOf, scratch: contents.Scratch, id: str, path: str
+) -> Response:
     repository = hub.repositories.find(hub.releases.name(folder.name))
-    return contents.resolve(request, repository, id, unquote(path))
+    return contents.resolve(request, repository, scratch, id, unquote(path))
 
 
 @router.post("/{pipeline}/{act}")

@@ -153,12 +153,15 @@ def scratch_file() -> Iterator[IO[bytes]]:
         yield file
 
 
+Scratch = Annotated[IO[bytes], Depends(scratch_file)]
+
+
 @files.api_route("/resolve/{revision:part}/{path:rest}", methods=["GET", "HEAD"])
 @files.api_route("/resolve/{revision:part}", methods=["GET", "HEAD"])
 def resolve(
     request: Request,
     repository: Readable,
-    scratch: Annotated[IO[bytes], Depends(scratch_file)],
+    scratch: Scratch,
     revision: str,
     path: str = "",
 ) -> FileResponse:
