@@ -77,7 +77,7 @@ soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(N)
 
 soak-webhooks: $(INSTALLED)
-	BURST_PUSHES=1000 WEBHOOK_KILLS=50 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_webhooks_under_fire.py
+	WEBHOOK_KILLS=50 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_webhooks_under_fire.py
 
 define make-venv
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }

@@ -14,6 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, true, update
 
+from jobs.database import reading, writing
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
     TRANSITIONS,
@@ -37,17 +38,19 @@ from jobs.schema import (
     job_id_of,
     matches_delivery,
     number_of,
-    reading,
     select_jobs,
     spec_as_json,
     update_job,
     with_revisions,
-    writing,
 )
 from jobs.spec import LOCAL, JobSpec
 
 HEAD_RETRY_SECONDS = 5.0
 """If the head of a job's ref cannot be read, it is read again after this time."""
+
+KEPT_SECONDS = 7 * 86400.0
+"""`forget_jobs` keeps the jobs that it is told to keep for this long, also if it is then called on
+another machine, which may not know of the releases that need them."""
 
 BATCH = 100
 """One transaction deletes at most this many jobs, with all their deliveries."""
@@ -233,9 +236,16 @@ def claim_job(
     is_local: bool | None,
 ) -> Job | None:
     """See `JobStore.claim`."""
-    if (again := _claim_again(engine, clock, owner, lease_seconds, is_local)) is not None:
-        return again
-    if (job := _due(engine, clock, is_local)) is None:
+    with reading(engine) as connection:
+        now = clock(connection)
+        goes_on = _goes_on(now) & _runs_there(is_local)
+        query = select(JOBS.c.number).where(goes_on).order_by(JOBS.c.run_after, JOBS.c.number)
+        again = connection.scalar(query.limit(1))
+        job = _due(connection, now, is_local) if again is None else None
+    if again is not None:
+        with writing(engine) as connection:
+            return _take_again(connection, again, owner, lease_seconds, clock(connection))
+    if job is None:
         return None
     head, failed = None, None
     try:
@@ -253,55 +263,48 @@ def claim_job(
         return _take(connection, job, owner, lease_seconds, head, failed, clock(connection))
 
 
-def _claim_again(
-    engine: Engine, clock: Clock, owner: str, lease_seconds: float, is_local: bool | None
+def _goes_on(now: float) -> Any:
+    """The SQL condition for jobs of which the next attempt is due, or which give way."""
+    gives_way = JOBS.c.outcome.is_not(None) & successor().is_not(None)
+    return is_waiting() & ((JOBS.c.run_after <= now) | gives_way)
+
+
+def _take_again(
+    connection: Connection, number: int, owner: str, lease_seconds: float, now: float
 ) -> Job | None:
-    with reading(engine) as connection:
-        gives_way = JOBS.c.outcome.is_not(None) & successor().is_not(None)
-        due = is_waiting() & ((JOBS.c.run_after <= clock(connection)) | gives_way)
-        due &= _runs_there(is_local)
-        query = select(JOBS.c.number).where(due).order_by(JOBS.c.run_after, JOBS.c.number)
-        number = connection.scalar(query.limit(1))
-    if number is None:
+    # Check again under the write lock.
+    still_due = select(JOBS).where(_goes_on(now), JOBS.c.number == number)
+    job = next(iter(select_jobs(connection, still_due)), None)
+    if job is None:
         return None
-    with writing(engine) as connection:
-        # Check again under the write lock.
-        job = next(
-            iter(select_jobs(connection, select(JOBS).where(due, JOBS.c.number == number))), None
-        )
-        if job is None:
-            return None
-        now = clock(connection)
-        if job.last_failure is not None:
-            ended = give_way(connection, job, job.last_failure, now)
-            if ended is not None:
-                return ended
-        return update_job(
-            connection,
-            job.id,
-            owner=owner,
-            lease_until=now + lease_seconds,
-            outcome=None,
-            # The time without an attempt does not count against the job's time limit.
-            started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
-        )
+    if job.last_failure is not None:
+        ended = give_way(connection, job, job.last_failure, now)
+        if ended is not None:
+            return ended
+    return update_job(
+        connection,
+        job.id,
+        owner=owner,
+        lease_until=now + lease_seconds,
+        outcome=None,
+        # The time without an attempt does not count against the job's time limit.
+        started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
+    )
 
 
 def _runs_there(is_local: bool | None) -> Any:
     return true() if is_local is None else JOBS.c.is_local.is_(is_local)
 
 
-def _due(engine: Engine, clock: Clock, is_local: bool | None) -> Job | None:
+def _due(connection: Connection, now: float, is_local: bool | None) -> Job | None:
     """The job that `claim_job` tries to take, with `old_sha` in its range."""
-    with reading(engine) as connection:
-        is_due = is_claimable(), JOBS.c.run_after <= clock(connection), _runs_there(is_local)
-        due = select(JOBS).where(*is_due)
-        due = due.order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
-        job = next(iter(select_jobs(connection, due)), None)
-        if job is None or not job.trains_head:
-            return job
-        old_sha = previous_head(connection, job)
-        return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
+    is_due = is_claimable(), JOBS.c.run_after <= now, _runs_there(is_local)
+    due = select(JOBS).where(*is_due).order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
+    job = next(iter(select_jobs(connection, due)), None)
+    if job is None or not job.trains_head:
+        return job
+    old_sha = previous_head(connection, job)
+    return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
 
 
 def _take(
@@ -442,16 +445,16 @@ def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
 
 
 def forget_jobs(
-    engine: Engine, before: float, *, newest: int, kept: Collection[str]
+    engine: Engine, clock: Clock, before: float, *, newest: int, kept: Collection[str]
 ) -> Sequence[str]:
     """See `JobStore.forget`. Searches without the store's write lock, and deletes in small
     transactions, so that submissions never wait long for the lock."""
+    with writing(engine) as connection:
+        is_kept = JOBS.c.number.in_(map(number_of, kept)), JOBS.c.ended_at < before
+        until = clock(connection) + KEPT_SECONDS
+        connection.execute(update(JOBS).where(*is_kept).values(lease_until=until))
     with reading(engine) as connection:
-        deleted = [
-            number
-            for number in _old_jobs(connection, before, newest)
-            if job_id_of(number) not in kept
-        ]
+        deleted = list(_old_jobs(connection, before, newest, clock(connection)))
     for start in range(0, len(deleted), BATCH):
         numbers = deleted[start : start + BATCH]
         with writing(engine) as connection:
@@ -460,9 +463,9 @@ def forget_jobs(
     return [job_id_of(number) for number in deleted]
 
 
-def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
-    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out the
-    last `newest` jobs of each pipeline, and the last `newest` plain commands."""
+def _old_jobs(connection: Connection, before: float, newest: int, now: float) -> Iterator[int]:
+    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out those
+    that are kept, the last `newest` jobs of each pipeline, and the last `newest` plain commands."""
     # The condition on `ended_at` alone would select the right jobs, but there is no index on
     # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
     # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
@@ -472,6 +475,7 @@ def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[in
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )
+    old = old.where(JOBS.c.lease_until.is_(None) | (JOBS.c.lease_until <= now))
     oldest_kept: dict[str | None, int] = {}
     for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
         if pipeline not in oldest_kept:

@@ -119,8 +119,8 @@ class Runner:
         runner has started. Owner → job."""
         self._told: set[str] = set()
         """The owners of the attempts that this runner has asked to end."""
-        self._seen: int | None = None
-        """`JobStore.num_changes` at the last step that did not fail."""
+        self._has_changed = True
+        """Whether the store has changed since the last step that did not fail."""
         self._next_look = self._next_claim = 0.0
         self._late: dict[str | None, float] = {}
         """Owner → when this runner has first seen that the lease has run out. Monotonic clock."""
@@ -169,7 +169,7 @@ class Runner:
                 "folder."
             ) from error
         if self._start_agent is None:
-            self._fork_server = ForkServer(self._settings.preload or ())
+            self._fork_server = ForkServer((self._store.driver, *(self._settings.preload or ())))
             self._start_agent = self._fork_server.start
 
     def _touch_alive_file(self) -> None:
@@ -186,9 +186,8 @@ class Runner:
 
     def _step(self, *, is_stopping: bool) -> None:
         now = time.monotonic()
-        num_changes = self._store.num_changes()
-        changed = num_changes != self._seen
-        if changed or now >= self._next_look:
+        self._has_changed |= self._store.has_changed()
+        if self._has_changed or now >= self._next_look:
             self._next_look = now + self._settings.heartbeat_seconds
             self._look()
             self._end_expired(now, is_stopping=is_stopping)
@@ -201,8 +200,8 @@ class Runner:
         if is_stopping:
             self._stop_rest(now)
         else:
-            self._claim(now, changed)
-        self._seen = num_changes
+            self._claim(now)
+        self._has_changed = False
 
     # Watching attempts
 
@@ -290,10 +289,10 @@ class Runner:
 
     # Starting attempts
 
-    def _claim(self, now: float, changed: bool) -> None:
+    def _claim(self, now: float) -> None:
         if self._fork_server is not None and not self._fork_server.is_ready:
             return
-        if not changed and now < self._next_claim:
+        if not self._has_changed and now < self._next_claim:
             return
         while True:
             has_room = len(self._running) < self._settings.max_running

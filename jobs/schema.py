@@ -1,6 +1,5 @@
-"""The tables of the job store, their rows, and the connections to its database, which is a SQLite
-file or a Postgres server. A function with the argument `connection` runs in the caller's
-transaction.
+"""The tables of the job store, and their rows. A function with the argument `connection` runs in
+the caller's transaction.
 
 A *push job* belongs to a pipeline and was not submitted by hand. The docstring of the package
 `jobs` explains the other terms, such as "lease".
@@ -11,20 +10,14 @@ more jobs.
 """
 
 import json
-import re
-import sqlite3
-import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
     Boolean,
     Column,
     Connection,
-    Engine,
     Float,
     Index,
     Integer,
@@ -34,18 +27,12 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    create_engine,
-    event,
-    insert,
-    inspect,
-    make_url,
     select,
     text,
     update,
 )
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-from jobs.errors import JobNotFound, LeaseLost, OtherSchema, StoreError
+from jobs.errors import JobNotFound, LeaseLost
 from jobs.job import Job, final_state
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
@@ -55,9 +42,6 @@ METADATA = MetaData()
 MAX_DIGITS = 9
 """A job id with more digits than this is never looked up: its number might be too large for a
 column of the type INTEGER in Postgres."""
-
-BUSY_SECONDS = 10
-"""How long a SQLite connection waits for another connection's lock."""
 
 
 def _where(condition: str) -> dict[str, Any]:
@@ -130,172 +114,8 @@ PAUSES = Table(
 )
 """The paused pipelines: no push job of these pipelines is started."""
 
-CHANGES = Table("changes", METADATA, Column("number", Integer, primary_key=True))
-"""One row: how many transactions have written. `JobStore.num_changes` reads this number."""
-
-_WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
-
-
-def connect(url_or_path: str | Path) -> Engine:
-    """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
-
-    Raises StoreError if the URL cannot be used, or if the path is in a folder that does not exist.
-    """
-    given = str(url_or_path)
-    options: dict[str, Any] = {}
-    try:
-        if "://" in given:
-            url = make_url(given)
-        else:
-            path = Path(given).absolute()
-            if not path.parent.is_dir():
-                raise StoreError(
-                    f"The folder of the job store {path} does not exist; create it first."
-                )
-            url = make_url("sqlite://").set(database=str(path))
-        if url.get_backend_name() == "postgresql":
-            # Test each connection before use. Otherwise the first queries after a restart of the
-            # database server would fail.
-            options["pool_pre_ping"] = True
-        elif url.get_backend_name() != "sqlite":
-            raise ValueError("neither SQLite nor Postgres")
-        engine = create_engine(url, **options)
-    except (ArgumentError, ValueError, ImportError, NoSuchModuleError):
-        # Show neither the rest of the URL nor the text of the error, because both may hold the
-        # password.
-        start = re.match(r"[A-Za-z0-9+]*(://)?", given)
-        raise StoreError(
-            f"The job store cannot use the database '{start and start[0]}…' (the rest is not "
-            "shown, because it may hold a password). Write a path, sqlite:///PATH or "
-            "postgresql+psycopg://USER:PASSWORD@HOST:PORT/DATABASE. The port must be a number, and "
-            "special characters in the password must be written as %XX. Postgres needs a driver; "
-            "to install it, run in the folder of hotpush: pip install -e '.[postgres]'"
-        ) from None
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _set_up_sqlite)
-        event.listen(engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _set_up_sqlite(dbapi_connection: Any, _record: object) -> None:
-    dbapi_connection.isolation_level = None  # the driver must not begin transactions by itself
-    cursor = dbapi_connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")
-    _use_wal(cursor)
-    # With WAL (the write-ahead log), the usual value is NORMAL. But with NORMAL, a power cut can
-    # lose the last transactions. So use FULL: once a sender has got its answer, the delivery must
-    # survive a power cut.
-    cursor.execute("PRAGMA synchronous = FULL")
-    cursor.close()
-
-
-def _use_wal(cursor: sqlite3.Cursor) -> None:
-    # Two processes may open a new file at the same time. One of them then finds the file locked.
-    # SQLite does not apply busy_timeout to this statement, so try again here.
-    give_up = time.monotonic() + BUSY_SECONDS
-    while True:
-        try:
-            cursor.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > give_up:
-                raise
-        time.sleep(0.01)
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that writes takes the write lock at BEGIN. If it took the lock only at its first
-    # write, this write would fail if another transaction had written since the first read.
-    writes = connection.get_execution_options().get("writes", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-@contextmanager
-def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction as in `locked`, which other processes notice by `JobStore.num_changes`."""
-    with locked(engine) as connection:
-        connection.execute(update(CHANGES).values(number=CHANGES.c.number + 1))
-        yield connection
-
-
-@contextmanager
-def locked(engine: Engine) -> Iterator[Connection]:
-    """A transaction that writes. Only one such transaction runs at a time: on SQLite because of
-    BEGIN IMMEDIATE, and on Postgres because of an advisory lock. Keep the transaction short,
-    because all other writers wait for it. Raises StoreError if the database fails.
-    """
-    with _as_store_error(engine), engine.connect() as connection:
-        connection = connection.execution_options(writes=True)
-        with connection.begin():
-            if engine.dialect.name == "postgresql":
-                connection.execute(
-                    text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITERS_LOCK}
-                )
-            yield connection
-
-
-@contextmanager
-def reading(engine: Engine) -> Iterator[Connection]:
-    """A transaction that only reads. All its statements see the same snapshot of the database.
-    Raises StoreError if the database fails."""
-    with _as_store_error(engine), engine.connect() as connection:
-        if engine.dialect.name == "postgresql":
-            # By default, Postgres takes a new snapshot for each statement.
-            connection = connection.execution_options(isolation_level="REPEATABLE READ")
-        with connection.begin():
-            yield connection
-
-
-@contextmanager
-def _as_store_error(engine: Engine) -> Iterator[None]:
-    try:
-        yield
-    except (SQLAlchemyError, engine.dialect.loaded_dbapi.Error) as error:
-        shown = engine.url.render_as_string(hide_password=True)
-        cause = getattr(error, "orig", None) or error
-        raise StoreError(
-            f"The job store {shown} failed: {str(cause).strip()}. The failed transaction changed "
-            "nothing. Check that the database can be reached, and that its disk is writable and "
-            "not full."
-        ) from error
-
-
-SCHEMA_REVISION = "jobs4"
-"""The schema that this module declares. It is recorded as Alembic, a library that upgrades database
-schemas, records its revisions."""
-
-
-def migrate(engine: Engine) -> None:
-    """Create the tables in one transaction. Raises OtherSchema, and changes nothing, if another
-    version of hotpush wrote the database."""
-    with reading(engine) as connection:
-        if _checked_revision(engine, connection) is not None:
-            return
-    with locked(engine) as connection:
-        # Check again under the write lock, because another process may have created the tables
-        # since the first check.
-        if _checked_revision(engine, connection) is None:
-            METADATA.create_all(connection)
-            connection.execute(insert(CHANGES).values(number=0))
-            connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR NOT NULL)"))
-            connection.execute(
-                text("INSERT INTO alembic_version VALUES (:head)"), {"head": SCHEMA_REVISION}
-            )
-
-
-def _checked_revision(engine: Engine, connection: Connection) -> str | None:
-    if not inspect(connection).has_table("alembic_version"):
-        return None
-    revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
-    if revision != SCHEMA_REVISION:
-        shown = engine.url.render_as_string(hide_password=True)
-        raise OtherSchema(
-            f"The job store {shown} has schema {revision!r}, which this version of hotpush cannot "
-            f"use (it needs {SCHEMA_REVISION!r}): another version of hotpush wrote the job store. "
-            "Nothing was changed; use that version, or move the database away to begin with an "
-            "empty one."
-        )
-    return revision
+SCHEMA_REVISION = "jobs5"
+"""The schema that this module declares."""
 
 
 # Rows
@@ -376,10 +196,13 @@ def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     links = links.where(DELIVERIES.c.job_number.in_(numbers)).order_by(DELIVERIES.c.arrival)
     for number, delivery_id in connection.execute(links):
         delivery_ids[number].append(delivery_id)
-    paused = connection.scalars(select(PAUSES.c.pipeline)).all()
-    is_busy = JOBS.c.pipeline.is_not(None), JOBS.c.state == "RUNNING"
-    busy = connection.execute(select(JOBS.c.pipeline, JOBS.c.number).where(*is_busy))
-    running = {row.pipeline: row.number for row in busy}
+    paused: Sequence[str] = ()
+    running: dict[str, int] = {}
+    if any(row.state == "SCHEDULING" for row in rows):  # only these wait for anything
+        paused = connection.scalars(select(PAUSES.c.pipeline)).all()
+        is_busy = JOBS.c.pipeline.is_not(None), JOBS.c.state == "RUNNING"
+        busy = connection.execute(select(JOBS.c.pipeline, JOBS.c.number).where(*is_busy))
+        running = {row.pipeline: row.number for row in busy}
     return [job_from_row(row, delivery_ids[row.number], paused, running) for row in rows]
 
 
@@ -430,6 +253,13 @@ def is_pending(pipeline: str, *, by_hand: bool) -> Any:
 def is_paused() -> Any:
     """The SQL condition for push jobs of paused pipelines."""
     return JOBS.c.by_hand.is_(False) & JOBS.c.pipeline.in_(select(PAUSES.c.pipeline))
+
+
+def is_unhandled(now: float) -> Any:
+    """The SQL condition for ended jobs whose outcome somebody must still handle. Of an ended job,
+    `lease_until` says how long somebody else does it."""
+    is_free = JOBS.c.lease_until.is_(None) | (JOBS.c.lease_until <= now)
+    return JOBS.c.ended_at.is_not(None) & JOBS.c.handled_at.is_(None) & is_free
 
 
 def matches_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:

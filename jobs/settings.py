@@ -46,7 +46,7 @@ class JobsSettings(BaseModel):
     """The time between two heartbeats of a running job."""
     kill_grace_seconds: float = Field(default=10.0, ge=0)
     """Time between SIGTERM and SIGKILL when a job is stopped."""
-    poll_seconds: float = Field(default=0.02, gt=0)
+    poll_seconds: float = Field(default=0.05, gt=0)
     """The pause between two checks of a runner. Each check looks for new jobs, and for processes
     that have ended."""
     keep_days: float = Field(default=30.0, gt=0)

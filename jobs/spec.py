@@ -55,7 +55,7 @@ class Resources(BaseModel):
     memory: str | None = Field(default=None, pattern=r"^[1-9]\d*[KMGT]$")
     """The main memory: a whole number and K, M, G or T (powers of 1024), such as `16G`."""
     gpus: int | None = Field(default=None, ge=1)
-    """The number of GPUs."""
+    """The number of GPUs of each machine."""
     nodes: int | None = Field(default=None, ge=1)
     """The number of machines."""
     image: str | None = Field(default=None, min_length=1)

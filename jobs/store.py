@@ -8,13 +8,14 @@ A *push job* belongs to a pipeline and was not submitted by hand. The docstring 
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select, text
+from sqlalchemy import Connection, Engine, delete, func, insert, select, text, update
 
-from jobs.errors import JobNotFound, LeaseLost
+from jobs.database import connect, locked, reading, watch, writing
+from jobs.errors import JobNotFound, LeaseLost, StoreError
 from jobs.job import OPEN_STATES, Delivery, FindHead, Job, JobRequest, JobState, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.queue import (
@@ -27,22 +28,20 @@ from jobs.queue import (
     submit_all,
 )
 from jobs.schema import (
-    CHANGES,
     DELIVERIES,
     JOBS,
+    METADATA,
     PAUSES,
-    connect,
+    SCHEMA_REVISION,
     end_job,
     fetch_job,
     fetch_leased,
     is_paused,
+    is_unhandled,
     job_id_of,
-    migrate,
     number_of,
-    reading,
     select_jobs,
     update_job,
-    writing,
 )
 from jobs.spec import JobSpec
 
@@ -63,6 +62,7 @@ class JobStore:
     def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
         self._engine = engine
         self._clock = clock
+        self._changes: Generator[bool] | None = None
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
@@ -73,15 +73,11 @@ class JobStore:
         this machine. A Postgres store uses the clock of the Postgres server, because the machines
         that use this server may have different clocks.
         """
-        engine = connect(url_or_path)
-        try:
-            migrate(engine)
-        except BaseException:
-            engine.dispose()
-            raise
-        return cls(engine, clock)
+        return cls(connect(url_or_path, METADATA, SCHEMA_REVISION), clock)
 
     def close(self) -> None:
+        if self._changes is not None:
+            self._changes.close()
         self._engine.dispose()
 
     def __enter__(self) -> Self:
@@ -98,6 +94,11 @@ class JobStore:
         is_file = url.get_backend_name() == "sqlite" and url.database is not None
         return str(url.database) if is_file else url.render_as_string(hide_password=False)
 
+    @property
+    def driver(self) -> str:
+        """The module for this kind of database, whose import takes a while."""
+        return str(self._engine.dialect.loaded_dbapi.__name__)
+
     # Reading
 
     def get(self, job_id: str) -> Job:
@@ -106,9 +107,10 @@ class JobStore:
             return fetch_job(connection, number_of(job_id))
 
     def unhandled(self) -> Sequence[Job]:
-        """The ended jobs for which `handled` was not called, earliest end first."""
-        query = select(JOBS).where(JOBS.c.ended_at.is_not(None), JOBS.c.handled_at.is_(None))
+        """The ended jobs for which `handled` was not called, and which nobody has taken now
+        (`take_outcome`), earliest end first."""
         with reading(self._engine) as connection:
+            query = select(JOBS).where(is_unhandled(self._now(connection)))
             return select_jobs(connection, query.order_by(JOBS.c.ended_at, JOBS.c.number))
 
     def paused(self) -> dict[str, float]:
@@ -201,14 +203,16 @@ class JobStore:
             query = select(JOBS).where(JOBS.c.owner.is_not(None), has_run_out)
             return select_jobs(connection, query.order_by(JOBS.c.number))
 
-    def num_changes(self) -> int | None:
-        """A number that differs from the number of an earlier call if anybody has written to the
-        store since then. This method is cheap enough to call many times a second."""
-        # A transaction that began earlier may commit later. So this is a number that every writer
-        # changes, and no number of the database's own.
-        with reading(self._engine) as connection:
-            number: int | None = connection.scalar(select(CHANGES.c.number))
-        return number
+    def has_changed(self) -> bool:
+        """Whether anybody has written to the store since the last call, except heartbeats on
+        Postgres; True at the first call, and at the first one after an error. This is cheap enough
+        to ask many times a second. Only one thread may ask."""
+        self._changes = self._changes or watch(self._engine)
+        try:
+            return next(self._changes)
+        except StoreError:
+            self._changes = None
+            raise
 
     def now(self) -> float:
         """The present time by the store's clock, in seconds since the epoch."""
@@ -324,7 +328,7 @@ class JobStore:
         says that the attempt waits in the queue of an engine, so this time does not count against
         the job's time limit.
         """
-        with writing(self._engine) as connection:
+        with locked(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             values: dict[str, float] = {"lease_until": self._now(connection) + lease_seconds}
             if is_queued and job.started_at is not None and job.lease_until is not None:
@@ -376,6 +380,15 @@ class JobStore:
                 return end_job(connection, job, _cancelled(job, None), now)
             return _end_attempt(connection, job, now, run_after=now)
 
+    def take_outcome(self, job_id: str, seconds: float) -> bool:
+        """For so many seconds, let only the caller handle the outcome of this job. False if another
+        runner was faster."""
+        with locked(self._engine) as connection:
+            now = self._now(connection)
+            is_free = JOBS.c.number == number_of(job_id), is_unhandled(now)
+            taken = update(JOBS).where(*is_free).values(lease_until=now + seconds)
+            return connection.execute(taken).rowcount > 0
+
     def handled(self, job_id: str) -> None:
         """Record that the handlers of outcomes have got the outcome of this job, so that
         `unhandled` leaves the job out."""
@@ -388,11 +401,11 @@ class JobStore:
         """Delete the jobs that ended earlier than the time `before`, and the deliveries of these
         jobs. Returns the ids of the deleted jobs.
 
-        Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
-        pipeline, and the last `newest` plain commands. If a sender repeats a deleted delivery, the
-        delivery counts as new.
+        Three groups of jobs are not deleted: the jobs that a caller on any machine has named in
+        `kept` within the last KEPT_SECONDS, the last `newest` jobs of each pipeline, and the last
+        `newest` plain commands. If a sender repeats a deleted delivery, the delivery counts as new.
         """
-        return forget_jobs(self._engine, before, newest=newest, kept=kept)
+        return forget_jobs(self._engine, self._now, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
         """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must

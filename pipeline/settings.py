@@ -53,7 +53,7 @@ from serving.settings import ServingSettings
 Table = TypeVar("Table", bound=BaseModel)
 
 HANG_SECONDS = 60.0
-SECRET_KEYS = ("api_key", "database_url")
+SECRET_KEYS = ("api_key", "database", "database_url")
 """Keys whose value is not shown. A database URL may contain a password."""
 SETTINGS_COPY = "PIPELINE_SETTINGS_COPY"
 """The services of a stack get the path of the copy (`write_settings_copy`) in this environment
@@ -445,6 +445,7 @@ def fault_text(location: tuple[int | str, ...], kind: str, message: str, given: 
 
 _HOW_TO_WRITE = {
     "name": "a name has letters, digits, '.', '_' and '-', and begins with a letter or digit",
+    "database": "write it as postgresql://USER:PASSWORD@HOST:PORT/DATABASE",
     "dataset": "write it as OWNER/NAME, or as a git URL",
     "dataset_endpoint": "write `hub`, or a URL",
     "base_model_endpoint": "write `hub`, or a URL",

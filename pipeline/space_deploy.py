@@ -1,9 +1,9 @@
 """Creates or updates a Space that runs a receiver. A Space is a repository with an app, and the
 Hugging Face Hub runs this app.
 
-The Space gets the user's files and, if `app.py` imports `receiver`, the packages of hotpush that it
-needs. Without the user's files, it gets an `app.py` to begin with. It also gets a `README.md` and a
-`requirements.txt` if the user has none.
+The Space gets the user's files, and the packages of hotpush that `receiver` needs. Without the
+user's files, it gets an `app.py` to begin with. It also gets a `README.md` and a `requirements.txt`
+if the user has none.
 """
 
 import re
@@ -25,8 +25,8 @@ PACKAGES = ("receiver/**", "jobs/**", "serving/**")
 """Patterns that match the files of hotpush's packages in the Space. The packages are sent
 together with the app, because no package index has them. A file of the Space that matches a pattern
 and is no longer sent is deleted."""
-NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
-"""Patterns of the names of files and folders that are not sent to the Space. The first pattern also
+NOT_UPLOADED = shutil.ignore_patterns(".*", "__pycache__", "*.pyc", "node_modules")
+"""The names of files and folders that are not sent to the Space. The first pattern also
 matches `.env`, a file that often holds secrets."""
 
 GENERATED_APP = '''\
@@ -108,7 +108,7 @@ def deploy(
                 commit_message="Deploy the receiver",
                 # The Space may have an older version of the packages. Delete the files of the
                 # older version that the new version does not have.
-                delete_patterns=list(PACKAGES) if _uses_receiver(made / APP) else None,
+                delete_patterns=list(PACKAGES),
             ).oid
         url = f"{endpoint.rstrip('/')}/spaces/{space}"
         return Deployed(url=url, files=files, commit=commit)
@@ -133,8 +133,7 @@ def _write_space(into: Path, title: str, folder: Path | None) -> None:
             raise PipelineError(
                 f"there is no folder {folder}; give the path of the folder that holds {APP}"
             )
-        ignored = shutil.ignore_patterns(*NOT_UPLOADED)
-        shutil.copytree(folder, into, ignore=ignored, dirs_exist_ok=True)
+        shutil.copytree(folder, into, ignore=NOT_UPLOADED, dirs_exist_ok=True)
     app = into / APP
     if not app.exists():
         if folder is not None:
@@ -143,11 +142,9 @@ def _write_space(into: Path, title: str, folder: Path | None) -> None:
                 f"{APP}, or leave FOLDER out to get an {APP} that shows how to begin"
             )
         app.write_text(GENERATED_APP)
-    needed = ["huggingface_hub"]
-    if _uses_receiver(app):
-        _copy_packages(into)
-        # Without the packages that only an extra needs, such as `hotpush[torch]`.
-        needed = sorted(each for each in requires("hotpush") or () if "extra ==" not in each)
+    _copy_packages(into)
+    # Without the packages that only an extra needs, such as `hotpush[torch]`.
+    needed = sorted(each for each in requires("hotpush") or () if "extra ==" not in each)
     if not (into / REQUIREMENTS).exists():
         (into / REQUIREMENTS).write_text("".join(f"{each}\n" for each in needed))
     readme = into / README
@@ -156,15 +153,9 @@ def _write_space(into: Path, title: str, folder: Path | None) -> None:
         readme.write_text(_FRONT_MATTER.format(title=title) + text)
 
 
-def _uses_receiver(app: Path) -> bool:
-    """Whether the script imports the package `receiver`."""
-    return re.search(r"^\s*(from|import) receiver\b", app.read_text(), re.MULTILINE) is not None
-
-
 def _copy_packages(into: Path) -> None:
     """Copies the packages `receiver` and `jobs`, and `serving.http`, which `receiver` imports."""
-    ignore = shutil.ignore_patterns(*NOT_UPLOADED)
     root = Path(receiver.__path__[0]).parent
     for package in ("receiver", "jobs", "serving/http"):
-        shutil.copytree(root / package, into / package, ignore=ignore, dirs_exist_ok=True)
+        shutil.copytree(root / package, into / package, ignore=NOT_UPLOADED, dirs_exist_ok=True)
     shutil.copy(root / "serving" / "__init__.py", into / "serving")

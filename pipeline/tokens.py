@@ -48,7 +48,8 @@ def read_tokens(file: Path) -> Tokens:
         tokens = Tokens.model_validate_json(file.read_bytes())
     except FileNotFoundError:
         raise PipelineError(
-            f"{file} does not exist; restore it, or get a new one: pipeline down; pipeline up"
+            f"{file} does not exist; copy it from the hub's machine, restore it, or get a new one: "
+            "pipeline down; pipeline up"
         ) from None
     except ValidationError as error:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])

@@ -147,18 +147,11 @@ def remove_traces(home: Home, traces: Traces, store: JobStore) -> None:
 
 
 def _caches(home: Home, type: str, name: str, commits: Collection[str]) -> list[Path]:
-    if type == "model":
-        return _downloads(home.bases_dir / "hub", type, name, commits)
-    caches = []
-    for folder in home.snapshots_dir.glob("*/"):
-        caches += _downloads(folder, type, name, commits)
-    return caches
-
-
-def _downloads(folder: Path, type: str, name: str, commits: Collection[str]) -> list[Path]:
+    folders = home.snapshots_dir.glob("*/") if type == "dataset" else [home.bases_dir / "hub"]
     known = f"{type}s--{name.replace('/', '--')}"
     return [
         each
+        for folder in folders
         for each in folder.glob(f"{type}s--*")
         if each.name.lower() == known or _has_commit(each, commits)
     ]

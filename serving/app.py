@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from prometheus_client import generate_latest
@@ -210,6 +210,16 @@ def create_app(
         if live.stands_in_for is not None:
             body |= {"stands_in_for": live.stands_in_for.id, "reason": str(live.stands_in_for)}
         return JSONResponse(body)
+
+    @app.get("/", response_class=PlainTextResponse, include_in_schema=False)
+    async def introduce() -> str:
+        """For a person who opens the address in a browser."""
+        serves = admission.live.id if admission.live else "no release yet"
+        return (
+            f"This is the completion server of {pipeline}. It serves {serves}.\n"
+            "Its API: /docs. Its state: /health and /metrics. The pages of its stack: the command "
+            "`pipeline open` opens them.\n"
+        )
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:

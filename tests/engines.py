@@ -17,15 +17,14 @@ SLURM = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
 AuthInfo=socket={folder}/munge.socket
 SlurmUser=root
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -33,7 +32,8 @@ SchedulerType=sched/builtin
 SelectType=select/cons_tres
 JobAcctGatherType=jobacct_gather/none
 KillWait=1
-NodeName={host} NodeAddr=127.0.0.1 CPUs=1 RealMemory=100
+NodeName=DEFAULT CPUs=1 RealMemory=100
+NodeName=one,two NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]},{ports[2]}
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
@@ -58,7 +58,7 @@ def output(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cluster of one node, for the commands of Slurm in this process and its children."""
+    """A cluster of two nodes, for the commands of Slurm in this process and its children."""
     programs = ["munged", "slurmctld", "slurmd", "sbatch"]
     path = f"{os.environ['PATH']}:/usr/sbin"
     if os.getuid() != 0 or not all(shutil.which(program, path=path) for program in programs):
@@ -69,7 +69,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (folder / "munge.key").chmod(0o400)
     (folder / "state").mkdir()
     (folder / "slurm.conf").write_text(
-        SLURM.format(host=socket.gethostname(), ports=free_ports(2), folder=folder)
+        SLURM.format(host=socket.gethostname(), ports=free_ports(3), folder=folder)
     )
     files = {"key-file": "munge.key", "socket": "munge.socket", "log-file": "munged.log"}
     files |= {"pid-file": "munged.pid", "seed-file": "munged.seed"}
@@ -82,10 +82,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         none = subprocess.DEVNULL
         daemons = [
             subprocess.Popen(command, start_new_session=True, stdout=none, stderr=none)
-            for command in (munged, ["slurmctld", "-D"], ["slurmd", "-D"])
+            for command in (
+                munged,
+                ["slurmctld", "-D"],
+                *(["slurmd", "-D", "-N", node] for node in ("one", "two")),
+            )
         ]
         try:
-            until(lambda: "idle" in subprocess.getoutput("timeout 5 sinfo -h -o %T"), 60)
+            until(lambda: "2 idle" in subprocess.getoutput("timeout 5 sinfo -h -o '%D %T'"), 60)
             yield
         finally:
             for daemon in reversed(daemons):

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 from cryptography.fernet import Fernet
+from fastapi import APIRouter
 from huggingface_hub import HfApi
 from sqlalchemy import Connection, insert
 from starlette.types import ASGIApp
@@ -35,7 +36,7 @@ from pipeline.hub.repositories import (
     RepositoryName,
     repository_name,
 )
-from pipeline.hub.service import Elsewhere, Remarks, database_path, folder_of, only_hub_in
+from pipeline.hub.service import Elsewhere, Remarks, folder_of, only_hub_in
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server
 from tests.jobs_fixtures import until as wait_until
@@ -183,7 +184,7 @@ def listening_socket() -> socket.socket:
 def stopped_hub(root: Path) -> Iterator[Repositories]:
     """The repositories and the database of a hub that does not run."""
     with only_hub_in(root):
-        database = open_database(database_path(root))
+        database = open_database(root)
         try:
             repositories = Repositories(root.absolute(), database)
             repositories.remove_incomplete()
@@ -205,6 +206,7 @@ def running_hub(
     token: str = TOKEN,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
+    console: APIRouter | None = None,
     **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own. around: an application that
@@ -227,6 +229,7 @@ def running_hub(
             remarks_on=remarks_on,
             elsewhere=elsewhere,
             pipeline_dirs=pipeline_dirs,
+            console=console,
         )
         server = Server(around(app), shutdown_seconds=10, limits=limits, lifespan="on")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

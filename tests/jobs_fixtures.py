@@ -8,16 +8,18 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from sqlalchemy import create_engine, select, text
 
+from jobs.database import reading
 from jobs.job import Delivery, Job, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.process import identify
-from jobs.schema import DELIVERIES, job_id_of, matches_delivery, reading
+from jobs.schema import DELIVERIES, job_id_of, matches_delivery
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from tests.ports import free_port
@@ -49,6 +51,12 @@ def _postgres_bin() -> Path | None:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
+    with running_postgres(fsync="off") as url:
+        yield url
+
+
+@contextmanager
+def running_postgres(*, fsync: str) -> Iterator[str]:
     """The URL of a throwaway cluster's `postgres` database."""
     programs = _postgres_bin()
     if programs is None:
@@ -63,7 +71,9 @@ def postgres_server() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="hotpush-pg-"))
     if user is not None:
         shutil.chown(folder, user)
-    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
+    options = (
+        f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync={fsync}"
+    )
 
     def call(program: str, *arguments: str) -> None:
         subprocess.run(

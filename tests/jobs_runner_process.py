@@ -11,7 +11,7 @@ from jobs.settings import JobsSettings
 from jobs.store import JobStore
 
 SETTINGS = JobsSettings(
-    lease_seconds=1.0, heartbeat_seconds=0.2, kill_grace_seconds=1.0, max_running=4
+    lease_seconds=5.0, heartbeat_seconds=0.2, kill_grace_seconds=1.0, max_running=4
 )
 
 

@@ -180,11 +180,11 @@ class Pipeline:
         }
         return {**inherited, "PYTHONPATH": str(Path(__file__).parent.parent), **own, **more}
 
-    def start(self, folder: Path, **more: str) -> "subprocess.Popen[bytes]":
+    def start(self, folder: Path, *words: str, **more: str) -> "subprocess.Popen[bytes]":
         """The job's command, as the runner starts it."""
         with (folder / "log.txt").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "pipeline.retrain"],
+                [sys.executable, "-m", "pipeline.retrain", *words],
                 env=self.environ(folder, **more),
                 stdout=log,
                 stderr=log,

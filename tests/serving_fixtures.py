@@ -91,9 +91,8 @@ def echo_release(
     lineage."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {f"layer.{n}.weight": torch.rand(4, 4, generator=generator) for n in range(3)}
-    lineage = Lineage(
-        dataset="me/facts", dataset_revision=f"{seed:040x}", job_id=f"job-{seed}", **more
-    )
+    known = {"dataset": "me/facts", "dataset_revision": f"{seed:040x}", "job_id": f"job-{seed}"}
+    lineage = Lineage(**{**known, **more})
     with tempfile.TemporaryDirectory() as name:
         files_dir = Path(name) / "files"
         files_dir.mkdir()

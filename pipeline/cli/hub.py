@@ -37,6 +37,8 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of t
 def hub(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         return
+    from pipeline.console.app import create_router
+    from pipeline.console.page import Console
     from pipeline.doctor.push_remarks import PushRemarks
     from pipeline.hub.app import create_app, serve
     from pipeline.runner.elsewhere import jobs_elsewhere
@@ -58,6 +60,7 @@ def hub(context: typer.Context) -> None:
                 [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
             ),
             pipeline_dirs={each.name: home.releases_dir / each.name for each in settings.pipelines},
+            console=create_router(Console(home=home, settings=settings)),
         )
         serve(app, settings.hub)
 

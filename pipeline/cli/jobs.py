@@ -35,10 +35,10 @@ from pipeline.cli.terminal import (
     project_home,
     seconds,
 )
-from pipeline.doctor.facts import subject
+from pipeline.doctor.facts import subject, wrong_answers
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.retrain.job import PROMOTION_DIR, WRONG, WrongAnswers, read_record
+from pipeline.retrain.job import WrongAnswers
 from pipeline.runner.job_store import NOWHERE, open_job_store
 from pipeline.runner.run import run_jobs
 from pipeline.runner.submit import dataset_of_job
@@ -112,11 +112,7 @@ def inspect(
     with reading_store(home) as store:
         found = find_job(store, job, latest)
     if rows:
-        folder = home.jobs_dir / found.id
-        records = (
-            read_record(each / WRONG, WrongAnswers) for each in (folder, folder / PROMOTION_DIR)
-        )
-        _print_wrong(next(filter(None, records), None), as_json=as_json)
+        _print_wrong(wrong_answers(home.jobs_dir / found.id), as_json=as_json)
         return
     print(json.dumps(as_record(found), indent=2))
 
@@ -239,7 +235,9 @@ def runner(
     until_idle: Annotated[bool, typer.Option(help="Stop when no job is left.")] = False,
     with_hub: Annotated[bool, typer.Option(help="Also run a hub.")] = False,
 ) -> None:
-    """Run the jobs of this state folder. `pipeline up` starts this command."""
+    """Run the jobs of the job store, until this process is stopped. `pipeline up` starts this
+    command. Runners on several machines need the same settings, with a `database_url` of Postgres,
+    and the same `tokens.json`."""
     run_jobs(Home.find(), until_idle=until_idle, with_hub=with_hub)
 
 

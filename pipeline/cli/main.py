@@ -19,6 +19,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 _COMMANDS = {
     "up": ("up", "Start the stack: hub, receiver, job runner and completion servers."),
     "down": ("up", "Stop the stack of this state folder."),
+    "open": ("open", "Open the console, the pages of the stack, in a browser."),
     "demo": ("demo", "Push two commits to a dataset, and show how the model's answers change."),
     "init": ("settings", "Write pipeline.toml into the working folder."),
     "settings": ("settings", "Print every key of the settings."),
@@ -34,6 +35,7 @@ _COMMANDS = {
     "hub": ("hub", "Run the hub, manage its tokens, and remove commits."),
     "receiver": ("receiver", "Run the webhook receiver, or put one into a Space."),
     "serve": ("serve", "Run the completion server, on port 8000 by default."),
+    "runner": ("jobs", "Run jobs, also on another machine than the rest of the stack."),
     "gateway": ("serve", "Run the gateway: one address for the servers of several pipelines."),
 }
 """Command → the module of this package that has it, and what `pipeline --help` says of it."""

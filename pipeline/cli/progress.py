@@ -20,7 +20,7 @@ from rich.text import Text
 from jobs.folder import is_of_another_job, read_log
 from jobs.job import Job
 from jobs.store import JobStore
-from pipeline.doctor.facts import describe
+from pipeline.doctor.facts import describe, how_far
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.job import Metric, read_metrics
@@ -161,13 +161,11 @@ class _StageDisplay:
             self._begin(metric.stage, metric.time)
         if metric.event == "step" and metric.loss is not None:
             self._note = f"loss {metric.loss:.3f}"
-            self._how_far = f"step {metric.step} of at most {metric.steps}, {self._note}"
+            self._how_far = how_far(metric) or ""
         elif metric.event in ("measured", "answered") and metric.rows is not None:
             done = metric.measured or 0
             left = self._time_left(metric.event, metric.time, done, metric.rows)
-            self._how_far = f"{done} of {metric.rows} rows{left}"
-            if metric.event == "answered":
-                self._how_far = f"the base model answers: {done} of {metric.rows} prompts{left}"
+            self._how_far = f"{how_far(metric)}{left}"
             if done == 0:
                 self._printed_at = 0.0  # tell at once what takes long
         elif metric.event == "end":

@@ -9,18 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 
-from jobs.counts import Counts
 from jobs.spec import RevisionRange
 from pipeline.cli.jobs_run import run_to_end
 from pipeline.cli.terminal import ChangesStack, JsonOption, PipelineOption, print_table
+from pipeline.doctor.facts import counts_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.job import PROMOTION_DIR, RetrainJob
 from pipeline.retrain.run import main
 from pipeline.retrain.settings import RetrainSettings
+from pipeline.runner.serve_release import in_words, release_before, swap_in
 from pipeline.runner.submit import (
     lineage_of_job,
     pipeline_of_job,
@@ -31,24 +31,17 @@ from pipeline.runner.submit import (
 from pipeline.settings import PipelineSettings, load_settings
 from pipeline.stack.record import running_settings
 from pipeline.stack.services import server_state
-from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
 from serving.engines.settings import choose_engine
-from serving.errors import ReleaseError, SwapAnswerError
-from serving.swap_schemas import SwapResult, request_swap
 from serving.weights import release_store
 from serving.weights.publish import publish_folder
 from serving.weights.release import Release
 from serving.weights.release_store import (
-    clear_pending,
     list_releases,
     load_release,
-    pending_release,
     readable_served,
     release_ids,
     release_number,
-    served_release,
-    set_pending,
 )
 from serving.weights.verify import verify_release
 
@@ -71,14 +64,11 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     it still knows.
     """
     folder = _folder(pipeline)
-    served, pending = served_release(folder), pending_release(folder)
-    pinned = release_store.pinned_releases(folder)
-    rows = [
+    marks = release_store.marks(folder)
+    rows: list[dict[str, Any]] = [
         {
             "id": release.id,
-            "served": served is not None and served.name == release.id,
-            "pending": pending == release.id,
-            "pinned": release.id in pinned,
+            **{mark: mark in marks[release.id] for mark in ("served", "pending", "pinned")},
             "dataset_revision": release.lineage.dataset_revision,
             "parent": release.lineage.parent,
             "mode": release.lineage.mode,
@@ -98,8 +88,8 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
         [
             (
                 str(row["id"]),
-                " ".join(name for name in ("served", "pending", "pinned") if row[name]),
-                _rows(row["evaluation"]),
+                " ".join(marks[row["id"]]),
+                counts_text(row["evaluation"]) or "-",
                 *(str(row[key] or "-") for key in columns),
             )
             for row in rows
@@ -116,8 +106,8 @@ def show(
     the probe (the texts with which a server checks the release). To standard error, also print its
     counts as one line, such as: learned 58 of 60 · kept 1,187 of 1,200."""
     found = _load(pipeline, release)
-    rows = _rows(found.evaluation)
-    if not as_json and rows != "-":
+    rows = counts_text(found.evaluation)
+    if not as_json and rows:
         # A program that reads the JSON from standard output does not see this line.
         print(rows, file=sys.stderr)
     print(found.model_dump_json(indent=2, exclude={"tensors", "probe"}))
@@ -144,28 +134,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     The next push trains the older release on all rows that changed since its commit. To prevent
     this, revert them in the dataset, or run: pipeline pause NAME
     """
-    folder = _folder(pipeline)
-    served = served_release(folder)
-    if served is None:
-        raise PipelineError("no release is served yet, so there is none to roll back from")
-    number = release_number(served.name)
-    older = [each.id for each in list_releases(folder) if release_number(each.id) < number]
-    if not older:
-        raise PipelineError(
-            f"{served.name} is the oldest release, so there is none to roll back to; `releases ls` "
-            "shows all releases"
-        )
-    try:
-        parent = load_release(served).lineage.parent
-    except ReleaseError as error:
-        # A rollback must also work if the served release is damaged.
-        print(f"pipeline: {error}; rolling back to an older release", file=sys.stderr)
-        parent = None
-    # Choose only a release that is older than the served release. So a second rollback does not
-    # undo the first rollback, but goes further back.
-    choices = (*reversed(readable_served(folder).live), parent, older[-1])
-    chosen = next(choice for choice in choices if choice in older)
-    _swap_in(_configured(pipeline), chosen, as_json=as_json)
+    _swap_in(_configured(pipeline), release_before(_folder(pipeline)), as_json=as_json)
 
 
 @app.command(cls=ChangesStack)
@@ -326,60 +295,21 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 
 def _swap_in(pipeline: PipelineSettings, release: str, *, as_json: bool) -> None:
-    """Make the server serve the release, and print the result. If no server is up, the next server
-    that starts will serve the release.
-
-    If the swap fails, the server answers with the reason, and this function raises a `typer.Exit`
-    with exit code 1. Raises PipelineError if the server gives no answer. Also raises PipelineError
-    if the answer is not the result of a swap: the answer then does not come from the server of this
-    state folder.
-    """
+    """Make the server serve the release, and print the result. If the swap fails, this raises a
+    `typer.Exit` with exit code 1. Raises the errors of `swap_in`."""
     home = Home.find()
     settings = running_settings(home)
-    url = settings.server_url(settings.pipeline(pipeline.name))
-    folder = home.releases_dir / pipeline.name
-    # Mark the release as pending before the request. If the request finds no server, a server may
-    # start right after the request. The new server then finds the mark and serves the release.
-    earlier = set_pending(folder, release)
-    try:
-        result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
-    except httpx.ConnectError:
-        if as_json:
-            print(json.dumps({"result": "pending", "release": release}))
-        else:
-            print(f"no server is up on {url}; the next server that starts will serve {release}")
-        return
-    except httpx.TransportError as error:
-        raise PipelineError(
-            f"{url} gave no answer ({error!r}); the server will serve {release} at its next start"
-        ) from None
-    except SwapAnswerError as error:
-        clear_pending(folder, release, earlier=earlier)
-        raise PipelineError(
-            f"the server on {url} is not the server of this state folder: {error}"
-        ) from None
-    # Clear the mark even if the swap failed. Otherwise the server would swap to this release when
-    # it is restarted, perhaps days later.
-    clear_pending(folder, release)
-    print(result.model_dump_json() if as_json else _in_words(result))
-    if result.result != "live":
+    pipeline = settings.pipeline(pipeline.name)
+    result = swap_in(home, settings, pipeline, release)
+    if result is not None:
+        print(result.model_dump_json() if as_json else in_words(result))
+    elif as_json:
+        print(json.dumps({"result": "pending", "release": release}))
+    else:
+        url = settings.server_url(pipeline)
+        print(f"no server is up on {url}; the next server that starts will serve {release}")
+    if result is not None and result.result != "live":
         raise typer.Exit(1)
-
-
-def _in_words(result: SwapResult) -> str:
-    if result.result != "live":
-        return f"{result.result} in {result.phase}: {'; '.join(result.reasons)}"
-    if result.previous == result.release:
-        return f"{result.release} is already served"
-    instead = "" if result.previous is None else f", instead of {result.previous}"
-    return f"{result.release} is served{instead} ({sum(result.seconds.values()):.2f} s)"
-
-
-def _rows(evaluation: Any) -> str:
-    """The text for the column `rows`. This is `-` if the release has no evaluation (for example
-    after `releases publish`), or if no row was counted."""
-    counts = (evaluation or {}).get("counts")
-    return (str(Counts.model_validate(counts)) if counts else "") or "-"
 
 
 def _configured(pipeline: str | None) -> PipelineSettings:

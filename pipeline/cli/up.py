@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -24,10 +24,10 @@ from pipeline.paths import Home
 from pipeline.runner.job_store import check_schemas, open_job_store
 from pipeline.settings import Settings, load_settings
 from pipeline.stack.record import read_stack, running_settings
-from pipeline.stack.services import services_of
+from pipeline.stack.services import RUNNER, choose, services_of
 from pipeline.stack.subscriptions import subscribe, subscribe_at_other_hubs
 from pipeline.stack.supervisor import STOP_SECONDS, Stack, lock_stack
-from pipeline.tokens import load_tokens
+from pipeline.tokens import load_tokens, read_tokens
 
 app = typer.Typer()
 
@@ -44,6 +44,9 @@ def up(
         bool,
         typer.Option("--detach", "-d", help="Run in the background; return when the stack is up."),
     ] = False,
+    only: Annotated[
+        str | None, typer.Option(metavar="SERVICES", help="Only these, as in hub,receiver.")
+    ] = None,
 ) -> None:
     """Start the stack: the hub, the receiver, the job runner, and one completion server for each
     pipeline. Run until Ctrl-C. Until then, restart each service that ends or hangs. With --detach,
@@ -52,23 +55,28 @@ def up(
     settings = load_settings()
     settings.pipeline(settings.pipelines[0].name if settings.pipelines else None)
     check_schemas(settings, home)
-    if missing := [fault for each in settings.pipelines if (fault := each.missing_base())]:
+    services = choose(only, services_of(settings))
+    names = {service.name for service in services}
+    missing = [fault for each in settings.pipelines if (fault := each.missing_base())]
+    if missing and RUNNER.name in names:
         raise PipelineError("; ".join(missing))
-    services = services_of(settings)
     if detach:
-        _detach(home)
+        _detach(home, [] if only is None else ["--only", only])
         return
 
     # `down` sends SIGTERM. Make SIGTERM end the stack in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    tokens = load_tokens(home.tokens_file)
+    # On another machine than the hub's, new tokens would be wrong ones.
+    tokens = (load_tokens if "hub" in names else read_tokens)(home.tokens_file)
     say = partial(print, flush=True)
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     try:
         stack.start(say)
-        subscribe(settings, home, tokens)
-        for line in subscribe_at_other_hubs(settings, home, tokens):
-            say(f"another hub: {line}")
+        if "hub" in names:
+            subscribe(settings, home, tokens)
+        if "receiver" in names:
+            for line in subscribe_at_other_hubs(settings, home, tokens):
+                say(f"another hub: {line}")
         for line in _where_to_push(settings):
             say(line)
         stack.mark_ready()  # from here on, `up --detach` prints no further line
@@ -132,7 +140,7 @@ def _where_to_push(settings: Settings) -> Iterator[str]:
         yield f"{pipeline.name}: push to {where}{note}"
 
 
-def _detach(home: Home) -> None:
+def _detach(home: Home, arguments: Sequence[str] = ()) -> None:
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
     # Empty the log, because the loop below must find only the lines of this start. Take the lock of
@@ -144,7 +152,7 @@ def _detach(home: Home) -> None:
     # Open the log for appending, as `rotate` requires.
     with log.open("ab") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "up"],
+            [sys.executable, "-m", "pipeline", "up", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,

@@ -7,12 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
 
-from jobs.errors import JobError
+from sqlalchemy import func, select
+
+from jobs.errors import JobError, StoreError
 from jobs.process import is_suspended
 from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
 from pipeline.errors import PipelineError
-from pipeline.hub.database import read_only
-from pipeline.hub.errors import HubError
+from pipeline.hub.database import deliveries, read_only
 from pipeline.paths import settings_file
 from pipeline.settings import PipelineSettings
 from pipeline.stack.record import stale_settings
@@ -216,14 +217,12 @@ def check_other_hubs(facts: Facts) -> Iterator[Finding]:
 
 
 def check_deliveries(facts: Facts) -> Iterator[Finding]:
-    database = facts.home.hub_dir / "hub.sqlite"
-    if not database.exists():
-        return
-    select = "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
+    status = deliveries.c.status
     try:
-        with read_only(database) as connection:
-            counts = dict(connection.execute(select).fetchall())
-    except HubError as error:
+        with read_only(facts.home.hub_dir, facts.settings.hub.database) as connection:
+            counted = select(status, func.count().label("number")).group_by(status)
+            counts = {row.status: row.number for row in connection.execute(counted)}
+    except StoreError as error:
         yield wrong("deliveries", str(error), "restore it from a backup")
         return
     if dead := counts.get("dead", 0):

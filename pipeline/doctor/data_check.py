@@ -24,7 +24,7 @@ from pipeline.retrain.base_model import (
     train_tokenizer,
 )
 from pipeline.retrain.data import divide, report_on, too_long
-from pipeline.retrain.dataset import check_not_empty, read_dataset, shown, why_no_data
+from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset, shown, why_no_data
 from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
 from pipeline.retrain.job import find_parent
 from pipeline.retrain.rows import Row
@@ -103,9 +103,7 @@ def check_data(
             check_not_empty(dataset)
         except DataError as error:
             bad.append(error)
-    parent = find_parent(home.releases_dir / pipeline.name) if pipeline is not None else None
-    rows, share = divide(dataset, reading, parent.held_out_share if parent is not None else None)
-    held_out = [*dataset.held_out, *share]
+    rows, held_out = divided(dataset, home, pipeline)
     num_tokens, cut = None, None
     try:
         if pipeline is not None and (found := _tokenizer(rows, home, settings, pipeline)):
@@ -120,6 +118,17 @@ def check_data(
         dataset, rows, held_out, bad=bad, elsewhere=pointers, num_tokens=num_tokens, cut=cut
     )
     return list(report), bool(bad)
+
+
+def divided(
+    dataset: Dataset, home: Home, pipeline: PipelineSettings | None
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """The rows that the next job of the pipeline would train on, and those that it would measure.
+    Raises ReleaseError."""
+    reading = pipeline.data if pipeline is not None else DataSettings()
+    parent = find_parent(home.releases_dir / pipeline.name) if pipeline is not None else None
+    rows, share = divide(dataset, reading, parent.held_out_share if parent is not None else None)
+    return rows, (*dataset.held_out, *share)
 
 
 @contextmanager
@@ -161,7 +170,7 @@ def _source(
 ) -> DatasetHub | GitDataset:
     other_hub = settings.other_hub(pipeline)
     if other_hub is None:
-        return GitDataset(_address(home, pipeline), cache_dir)
+        return GitDataset(_address(home, settings, pipeline), cache_dir)
     token = own_token(os.environ, load_tokens(home.tokens_file).hub)
     return DatasetHub(
         pipeline.dataset,
@@ -172,13 +181,13 @@ def _source(
     )
 
 
-def _address(home: Home, pipeline: PipelineSettings) -> str:
+def _address(home: Home, settings: Settings, pipeline: PipelineSettings) -> str:
     """The address from which git fetches the dataset. For a dataset on the stack's own hub, this is
     the path of the hub's repository on disk."""
     if is_git_url(pipeline.dataset):
         return pipeline.dataset
     name = repository_name("dataset", *pipeline.dataset.split("/"))
-    repository = folder_of(home.hub_dir, name)
+    repository = folder_of(home.hub_dir, name, settings.hub.database)
     if repository is None:
         raise PipelineError(
             f"there is no dataset {pipeline.dataset} in {home.hub_dir}; name a folder to check, or "

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from jobs.counts import Counts
 from jobs.errors import HeadAway, NoHead
 from jobs.job import Job
 from jobs.outcome import JobOutcome
@@ -19,6 +20,7 @@ from jobs.process import is_alive
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.retrain.job import PROMOTION_DIR, WRONG, Metric, WrongAnswers, read_record
 from pipeline.runner.job_store import reading_jobs
 from pipeline.runner.submit import Dataset
 from pipeline.settings import PipelineSettings, Settings
@@ -220,7 +222,7 @@ class Journal:
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
-        self._num_changes: int | None = None
+        self._has_news = True
         self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
 
     def news(self) -> list[str]:
@@ -228,15 +230,15 @@ class Journal:
 
         Raises StoreError. The next call then returns the lines that this call could not return.
         """
-        num_changes = self._store.num_changes()
-        if num_changes == self._num_changes:
+        self._has_news |= self._store.has_changed()
+        if not self._has_news:
             return []
         lines = []
         for job in reversed(self._store.list(limit=NUM_WATCHED)):
             if self._seen.get(job.id) != job.state:
                 self._seen[job.id] = job.state
                 lines.append(describe(job))
-        self._num_changes = num_changes
+        self._has_news = False
         return lines
 
 
@@ -260,6 +262,33 @@ def describe(job: Job) -> str:
     counts = "" if outcome.counts is None else str(outcome.counts)
     parts = [job.id, subject(job), outcome.result, outcome.release, counts, outcome.reason]
     return "  ".join(part for part in parts if part)
+
+
+def counts_text(evaluation: Any) -> str:
+    """The counts in a release's `evaluation`, as one line. Empty if the release has no evaluation
+    (for example after `releases publish`), if no row was counted, or if another version of hotpush
+    counted other things."""
+    with suppress(ValidationError):
+        return str(Counts.model_validate((evaluation or {}).get("counts") or {}))
+    return ""
+
+
+def how_far(metric: Metric) -> str | None:
+    """How far the stage is, by this line of the job's metrics; None if the line does not say it."""
+    if metric.event == "step" and metric.loss is not None:
+        return f"step {metric.step} of at most {metric.steps}, loss {metric.loss:.3f}"
+    if metric.event == "measured":
+        return f"{metric.measured or 0} of {metric.rows} rows"
+    if metric.event == "answered":
+        return f"the base model answers: {metric.measured or 0} of {metric.rows} prompts"
+    return None
+
+
+def wrong_answers(job_dir: Path) -> WrongAnswers | None:
+    """What the job's new weights say instead of the answers of rows. None if the job has asked no
+    model. job_dir: the job's folder."""
+    folders = (job_dir, job_dir / PROMOTION_DIR)
+    return next(filter(None, (read_record(each / WRONG, WrongAnswers) for each in folders)), None)
 
 
 def advice_after_refusal(jobs: Sequence[Job]) -> str | None:

@@ -39,7 +39,6 @@ from pipeline.hub.routes import (
     git_http,
     jobs,
     large_files,
-    pages,
     repositories,
     webhooks,
 )
@@ -51,7 +50,6 @@ from pipeline.hub.service import (
     NeededCommits,
     Remarks,
     Who,
-    database_path,
     identified,
     only_hub_in,
 )
@@ -78,6 +76,7 @@ def create_app(
     remarks_on: Remarks = lambda *_: (),
     elsewhere: Elsewhere | None = None,
     pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
+    console: APIRouter | None = None,
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
@@ -91,11 +90,11 @@ def create_app(
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
     names. `remarks_on` makes the lines that git shows the pusher after a push. `pipeline_dirs` are
     the folders of the pipelines' releases, by the pipeline's name; each release is a revision of
-    the model repository of this name.
+    the model repository of this name. `console` has the pages for a person.
 
-    Raises HubError if another hub uses the folder, if another version wrote it, or if the folder of
-    its repositories is missing. The app's lifespan opens the folder when the server starts, and
-    raises the same errors.
+    Raises HubError if another hub uses the folder, or if its repositories are not there, and
+    StoreError if the database cannot be used, or if another version wrote it. The app's lifespan
+    opens both when the server starts, and raises the same errors.
     """
     if not token:
         raise HubError(
@@ -105,12 +104,12 @@ def create_app(
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
-        check_database(database_path(root))
+        check_database(root, settings.database)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with only_hub_in(root):
-            database = open_database(database_path(root))
+            database = open_database(root, settings.database)
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, secret_key, metrics, jobs_store)
             log = EventLog(database=database, hub_url=settings.url)
@@ -158,14 +157,17 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
     # These routes do not check the tokens of the hub, or check them by themselves: the probes, the
-    # check of a README, a grant in a URL or as an access token of Xet, and the calls of agents.
+    # pages with their sessions, the check of a README, a grant in a URL or as an access token of
+    # Xet, and the calls of agents.
     api.include_router(probes)
+    if console is not None:
+        api.include_router(console)
     for open_router in (commits.checks, large_files.transfers, large_files.xet, attempts.router):
         api.include_router(open_router)
     # The first route that matches a path answers it. So what is no repository comes first, and the
     # description of a repository, whose path has only the name, comes last.
     for router in (
-        *(contents.lists, administration.router, webhooks.router, pages.router, jobs.router),
+        *(contents.lists, administration.router, webhooks.router, jobs.router),
         commits.router,
         *(repositories.router, discussions.router, large_files.router, git_http.router),
         *(followers.router, contents.api, contents.files, others),

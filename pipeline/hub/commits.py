@@ -28,6 +28,7 @@ from pipeline.hub.contents import (
     Entry,
     large_file_paths,
     read_commit,
+    read_path,
     read_tree,
     tracking_line,
 )
@@ -187,12 +188,16 @@ class Change:
     """A client of the API cannot set this. A changed file stays executable."""
 
 
-def planned_changes(repository: Repository, head: str | None, body: CommitBody) -> list[Change]:
-    """The changes of the commit, with pointers in place of large files. If no `.gitattributes`
-    lists a large file, one more change adds its line to the `.gitattributes` in the root.
+def build_commit(
+    repository: Repository, head: str | None, body: CommitBody, author: Signature
+) -> str:
+    """Makes the commit on top of `head`, with pointers in place of large files, and returns its
+    sha. No ref leads to it yet. If no `.gitattributes` lists a large file, the commit also adds its
+    line to the `.gitattributes` in the root.
 
     Raises EntryNotFound if the commit deletes something that `head` does not have. Raises
     BadRequest if a path would be both a file and a folder, or if a large file was not uploaded.
+    Raises DiskFull.
     """
     tree = read_tree(repository, head)
     after = _files_after(tree, head, body)
@@ -215,18 +220,23 @@ def planned_changes(repository: Repository, head: str | None, body: CommitBody) 
             large.append(path)
         is_executable = path in tree and tree[path].is_executable
         changes.append(Change(path=path, read=read, is_executable=is_executable))
-    if large:
-        kept = {path: oid for path, oid in attributes_files(tree).items() if path in after}
-        attributes = kept | _store_attributes(repository, body, after)
-        tracked = large_file_paths(repository, attributes, large)
-        if untracked := [path for path in large if path not in tracked]:
-            changes.append(_tracking(repository, attributes.get(ATTRIBUTES_FILE), untracked))
-    return changes
+    message = body.header.message
+    commit = import_commit(repository, head, message, author, changes)
+    tracked = large_file_paths(repository, commit, large) if large else set()
+    if untracked := [path for path in large if path not in tracked]:
+        # Without these lines, a clone would have the pointers instead of the files.
+        before = read_path(repository, commit, ATTRIBUTES_FILE)
+        if before and not before.endswith(b"\n"):
+            before += b"\n"
+        content = before + "".join(map(tracking_line, untracked)).encode()
+        changes.append(Change(path=ATTRIBUTES_FILE, read=lambda: content))
+        commit = import_commit(repository, head, message, author, changes)
+    return commit
 
 
 def _files_after(tree: Mapping[str, Entry], head: str | None, body: CommitBody) -> Files:
     """Applies the operations, in their order and only in memory, to the `tree` of `head`. Raises
-    EntryNotFound and BadRequest, as `planned_changes` does."""
+    EntryNotFound and BadRequest, as `build_commit` does."""
     after: dict[str, Operation | None] = {
         path: None for path, entry in tree.items() if entry.type == "file"
     }
@@ -253,63 +263,23 @@ def _files_after(tree: Mapping[str, Entry], head: str | None, body: CommitBody) 
     return after
 
 
-def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) -> Change:
-    """The change that adds a line for each path to the `.gitattributes` in the root. Without these
-    lines, a clone would have the pointers instead of the files."""
-    before = b"" if blob is None else git(repository.folder, "cat-file", "blob", blob)
-    if before and not before.endswith(b"\n"):
-        before += b"\n"
-    content = before + "".join(map(tracking_line, paths)).encode()
-    return Change(path=ATTRIBUTES_FILE, read=lambda: content)
-
-
-def attributes_files(tree: Mapping[str, Entry]) -> dict[str, str]:
-    """Maps the path of each `.gitattributes` to the sha of its blob."""
-    return {
-        path: entry.oid
-        for path, entry in tree.items()
-        if path.rpartition("/")[2] == ATTRIBUTES_FILE and entry.type == "file"
-    }
-
-
-def _store_attributes(repository: Repository, body: CommitBody, after: Files) -> dict[str, str]:
-    """Stores the content of each added `.gitattributes`, and maps its path to the sha of its
-    blob."""
-    blobs: dict[str, str] = {}
-    for path, operation in after.items():
-        if operation and operation.kind == "file" and path.rpartition("/")[2] == ATTRIBUTES_FILE:
-            content = body.content(operation)
-            stored = git(repository.folder, "hash-object", "-w", "--stdin", stdin=content)
-            blobs[path] = stored.decode().strip()
-    return blobs
-
-
 def make_commit(
     repository: Repository, ref: str, head: str | None, body: CommitBody, author: Signature
 ) -> str:
     """Makes the commit on top of `head`, moves `ref` to it, and returns its sha. If the files stay
     as they are in `head`, this makes no commit and returns `head`.
 
-    A client that lost the answer to a commit sends the commit again. If `head` already is this
-    commit, this returns `head`.
-
     Raises PreconditionFailed if the client based the changes on another commit than `head`. Raises
-    the errors of `planned_changes`, and DiskFull.
+    the errors of `build_commit`.
     """
     parent = body.header.parentCommit
-    try:
-        if parent is not None and not (head or "").startswith(parent):
-            raise PreconditionFailed(
-                "The branch was updated since you opened this page. Please refresh and try again: "
-                f"{ref} is at {head or 'no commit yet'}, and the commit was made for {parent}."
-            )
-        changes = planned_changes(repository, head, body)
-    except (PreconditionFailed, EntryNotFound, BadRequest):
-        if head is not None and _is_repeated(repository, head, body, author):
-            return head
-        raise
-    commit = import_commit(repository, head, body.header.message, author, changes)
-    if head is not None and _tree(repository, commit) == _tree(repository, head):
+    if parent is not None and not (head or "").startswith(parent):
+        raise PreconditionFailed(
+            "The branch was updated since you opened this page. Please refresh and try again: "
+            f"{ref} is at {head or 'no commit yet'}, and the commit was made for {parent}."
+        )
+    commit = build_commit(repository, head, body, author)
+    if head and read_commit(repository, commit).tree == read_commit(repository, head).tree:
         return head
     git(repository.folder, "update-ref", ref, commit, head or NO_REF)
     return commit
@@ -322,26 +292,6 @@ def first_commit(repository: Repository, author: Signature) -> RefChange:
     sha = import_commit(repository, None, "initial commit\n", author, [attributes])
     git(repository.folder, "update-ref", DEFAULT_BRANCH, sha, NO_REF)
     return RefChange(ref=DEFAULT_BRANCH, old_sha=None, new_sha=sha)
-
-
-def _is_repeated(repository: Repository, head: str, body: CommitBody, author: Signature) -> bool:
-    """Whether `head` is this commit, made by an earlier request of the client. It is if the
-    message, the parent and the tree are equal."""
-    made = read_commit(repository, head)
-    before = made.parents[0] if len(made.parents) == 1 else None
-    message, parent = body.header.message, body.header.parentCommit
-    if made.message != message or (parent and not (before or "").startswith(parent)):
-        return False
-    try:
-        changes = planned_changes(repository, before, body)
-    except (EntryNotFound, BadRequest):
-        return False
-    again = import_commit(repository, before, message, author, changes)
-    return _tree(repository, again) == made.tree
-
-
-def _tree(repository: Repository, commit: str) -> str:
-    return read_commit(repository, commit).tree
 
 
 def import_commit(

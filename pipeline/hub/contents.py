@@ -2,12 +2,9 @@
 in its README. Asks git which paths `.gitattributes` marks as large files, and which paths
 `.gitignore` excludes. Changes nothing in the repository."""
 
-import asyncio
-import contextlib
 import re
-import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -16,8 +13,8 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from pipeline.formats import HEAD, MAX_HEAD_CHARACTERS, HeadLoader, Pointer, may_be_pointer
-from pipeline.hub.errors import BadRequest, EntryNotFound, RequestError, RevisionNotFound, TooSlow
-from pipeline.hub.git import PLACE, git, git_environment, lines_of
+from pipeline.hub.errors import EntryNotFound, RequestError, RevisionNotFound
+from pipeline.hub.git import git, lines_of
 from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.repositories import SHA, Repository, is_path, is_ref_name, read_refs
 
@@ -85,8 +82,6 @@ def read_blobs(repository: Repository, shas: Sequence[str]) -> Iterator[tuple[st
                 start += size + 1
 
 
-SMALL_FILE_BYTES = 1024 * 1024
-_CHUNK_BYTES = 256 * 1024
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 
 
@@ -172,32 +167,14 @@ def changed_files(repository: Repository, before: str | None, after: str) -> lis
 
 
 def read_file(repository: Repository, file: Entry) -> bytes:
-    """The complete content. For small files, this is faster than `stream_file`."""
+    """The complete content, which must fit into memory."""
     return git(repository.folder, "cat-file", "blob", file.oid)
 
 
-async def stream_file(
-    repository: Repository, file: Entry, *, start: int, length: int
-) -> AsyncIterator[bytes]:
-    """Gives `length` bytes of the file from the offset `start`. Only one chunk is in memory."""
-    if length == 0:
-        return
-    with subprocess.Popen(
-        ["git", f"--git-dir={repository.folder}", "cat-file", "blob", file.oid],
-        env=git_environment({PLACE: str(repository.folder)}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            while length and (chunk := await asyncio.to_thread(process.stdout.read, _CHUNK_BYTES)):
-                start, chunk = max(0, start - len(chunk)), chunk[start : start + length]
-                length -= len(chunk)
-                if chunk:
-                    yield chunk
-        finally:
-            process.kill()
+def read_path(repository: Repository, commit: str, path: str) -> bytes:
+    """The content of the small file at the path. Empty if there is no file."""
+    found = find_paths(repository, commit, [path])
+    return read_file(repository, found[0]) if found and found[0].type == "file" else b""
 
 
 def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:
@@ -336,31 +313,18 @@ NEW_REPOSITORY = "".join(f"*.{ending} {_TRACKED}\n" for ending in _ENDINGS)
 no diff can show."""
 
 
-def large_file_paths(
-    repository: Repository, attributes: Mapping[str, str], paths: Collection[str]
-) -> set[str]:
-    """The paths among `paths` that the `.gitattributes` files mark as large files.
-
-    `attributes` maps the path of each `.gitattributes` to the sha of its blob.
-    """
+def large_file_paths(repository: Repository, commit: str, paths: Collection[str]) -> set[str]:
+    """The paths among `paths` that the `.gitattributes` files of the commit mark as large files."""
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
-        # Sorted, because git adds an entry quickly only at the end of the index.
-        entries = "".join(f"100644 {sha}\t{path}\0" for path, sha in sorted(attributes.items()))
-        git(
+        git(repository.folder, "read-tree", commit, extra=index)
+        answer = git(
             repository.folder,
-            *("update-index", "-z", "--index-info"),
-            stdin=entries.encode(),
+            *("check-attr", "--cached", "-z", "--stdin", "filter"),
+            stdin="".join(f"{path}\0" for path in paths).encode(),
             extra=index,
+            seconds=_MATCHING_SECONDS,
         )
-        with _patterns_of(ATTRIBUTES_FILE):
-            answer = git(
-                repository.folder,
-                *("check-attr", "--cached", "-z", "--stdin", "filter"),
-                stdin="".join(f"{path}\0" for path in paths).encode(),
-                extra=index,
-                seconds=_MATCHING_SECONDS,
-            )
     fields = answer.decode().split("\0")
     return {path for path, value in zip(fields[::3], fields[2::3], strict=False) if value == "lfs"}
 
@@ -370,28 +334,15 @@ def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[
     `ignore_file`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
-        with _patterns_of(IGNORE_FILE):
-            answer = git(
-                repository.folder,
-                *(f"--work-tree={folder}", "check-ignore", "--no-index", "-z", "--stdin"),
-                # With `./`, because git gives a colon at the beginning of a path a special meaning.
-                stdin="".join(f"./{path}\0" for path in paths).encode(),
-                may_exit_with=(1,),  # no path is ignored
-                seconds=_MATCHING_SECONDS,
-            )
+        answer = git(
+            repository.folder,
+            *(f"--work-tree={folder}", "check-ignore", "--no-index", "-z", "--stdin"),
+            # With `./`, because git gives a colon at the beginning of a path a special meaning.
+            stdin="".join(f"./{path}\0" for path in paths).encode(),
+            may_exit_with=(1,),  # no path is ignored
+            seconds=_MATCHING_SECONDS,
+        )
     return {path.removeprefix("./") for path in answer.decode().split("\0")[:-1]}
-
-
-@contextlib.contextmanager
-def _patterns_of(file: str) -> Iterator[None]:
-    """Raises BadRequest if git needs too long in the block, to compare the patterns of `file`."""
-    try:
-        yield
-    except TooSlow:
-        raise BadRequest(
-            f"Git needs more than {_MATCHING_SECONDS:g} s to compare the paths with the patterns "
-            f"in {file}: use fewer `*` in each pattern of {file}, or send fewer files at once."
-        ) from None
 
 
 def tracking_line(path: str) -> str:

@@ -1,9 +1,9 @@
-"""The hub's tables, and the SQLite file that has them. Times are seconds since the epoch, UTC."""
+"""The hub's tables, and the database that has them: a file in the hub's state folder, or a Postgres
+server. Times are seconds since the epoch, UTC."""
 
-import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,28 @@ from sqlalchemy import (
     String,
     Table,
     UniqueConstraint,
-    create_engine,
     event,
-    insert,
+    select,
     text,
 )
-from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.pool import ConnectionPoolEntry
 
+from jobs.database import connect, reading, transaction
 from pipeline.hub.errors import HubError
 
 metadata = MetaData()
+
+_SCHEMA = "hub"
+"""The tables' schema on Postgres, where the job store may be in the same database."""
+
+
+@event.listens_for(metadata, "before_create")
+def _prepare_postgres(_: MetaData, connection: Connection, **__: object) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {_SCHEMA}")
+        # Ignores case, as the one of this name that SQLite has.
+        options = "provider = icu, locale = 'und-u-ks-level2', deterministic = false"
+        name = f'{_SCHEMA}."NOCASE"'
+        connection.exec_driver_sql(f"CREATE COLLATION IF NOT EXISTS {name} ({options})")
 
 
 def _of_repository(**options: Any) -> Column[str]:
@@ -39,8 +50,6 @@ def _of_repository(**options: Any) -> Column[str]:
     key = ForeignKey("repositories.id", ondelete="CASCADE")
     return Column("repository_id", String, key, **options)
 
-
-schema_revision = Table("alembic_version", metadata, Column("version_num", String, nullable=False))
 
 repositories = Table(
     "repositories",
@@ -180,36 +189,42 @@ deliveries = Table(
     # For a delivery that a forced replay made: the id of the delivery that was replayed. Else null.
     Column("replay_of", String),
     Index("deliveries_of_webhook", "webhook_id", "event_seq"),
-    Index("deliveries_pending", "webhook_id", "event_seq", sqlite_where=text("status = 'pending'")),
+    Index(
+        "deliveries_pending",
+        "webhook_id",
+        "event_seq",
+        sqlite_where=text("status = 'pending'"),
+        postgresql_where=text("status = 'pending'"),
+    ),
 )
 
 
-SCHEMA_REVISION = "hub8"
+SCHEMA_REVISION = "hub9"
 """What this file declares, and where the repositories are. Another revision is refused."""
 
 REPOS = "repos"
-"""The folder of the repositories, beside the database."""
+"""The folder of the repositories, in the hub's state folder."""
 
 
 class Database:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         # The writers of this process wait for this lock. If they waited in SQLite, each would sleep
-        # and try again, which takes longer.
+        # and try again, which takes longer. On Postgres, only this process writes.
         self._turn = threading.Lock()
         self.after_write: Callable[[], object] = lambda: None
         """Tells the deliverer that there may be something to send. Any thread may call it."""
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        with self._engine.begin() as connection:
+        with transaction(self._engine, writes=False) as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction. While it lasts, no other transaction can write. It is on disk when the
         block ends."""
-        with self._turn, _immediate(self._engine) as connection:
+        with self._turn, transaction(self._engine, writes=True) as connection:
             yield connection
         self.after_write()
 
@@ -217,90 +232,50 @@ class Database:
         self._engine.dispose()
 
 
-@contextmanager
-def _immediate(engine: Engine) -> Iterator[Connection]:
-    with engine.connect() as connection:
-        connection = connection.execution_options(sqlite_begin="BEGIN IMMEDIATE")
-        with connection.begin():
-            yield connection
+def open_database(root: Path, url: str | None = None) -> Database:
+    """Opens the database at `url`, by default the file in the hub's state folder `root`, and makes
+    its tables if it is new. Raises StoreError if it cannot be used or if a hub of another version
+    wrote it, and HubError if its repositories are not in `root`. It then stays as it is."""
+    check_database(root, url)
+    return Database(_connect(url or database_file(root)))
 
 
-def open_database(path: Path) -> Database:
-    """Opens the file, or makes a new one. Raises HubError if a hub of another version wrote the
-    file, if it is not a database of a hub, or if the folder of its repositories is missing. The
-    file then stays as it is."""
-    is_new = check_database(path) is None
-    engine = _engine(path)
-    if is_new:
-        with _immediate(engine) as connection:
-            metadata.create_all(connection)
-            connection.execute(insert(schema_revision).values(version_num=SCHEMA_REVISION))
-    return Database(engine)
+def _connect(where: str | Path) -> Engine:
+    return connect(where, metadata, SCHEMA_REVISION, schema=_SCHEMA)
 
 
-def _engine(path: Path) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30})
-
-    @event.listens_for(engine, "connect")
-    def set_up(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-        # Otherwise, Python's sqlite3 would begin the transactions itself, too late and without a
-        # lock.
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        options = connection.get_execution_options()
-        connection.exec_driver_sql(options.get("sqlite_begin", "BEGIN"))
-
-    return engine
+def database_file(root: Path) -> Path:
+    return root.absolute() / "hub.sqlite"
 
 
 @contextmanager
-def read_only(path: Path) -> Iterator[sqlite3.Connection]:
-    """The file of a hub, which may run in another process. Raises HubError if it is damaged."""
+def read_only(root: Path, url: str | None = None) -> Iterator[Connection]:
+    """The database of a hub, which may run in another process. Empty, in memory, if there is no
+    file yet. Raises StoreError as `open_database`."""
+    file = database_file(root)
+    engine = _connect(url or (file if file.exists() else "sqlite://"))
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+        with reading(engine) as connection:
             yield connection
-    except sqlite3.DatabaseError as error:
-        raise HubError(
-            f"{path} cannot be read ({error}): check that it is the database of the hub."
-        ) from error
+    finally:
+        engine.dispose()
 
 
-def check_database(path: Path) -> str | None:
-    """The revision of the file's schema, or None for a new file. Raises HubError as `open_database`
-    does. Changes nothing."""
-    if not path.exists():
-        return None
-    with read_only(path) as connection:
-        if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-            return None
-        [found] = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-        if found != SCHEMA_REVISION:
-            raise HubError(
-                f"{path} has schema {found!r}, and this hub knows only {SCHEMA_REVISION!r}: "
-                "another version of hotpush wrote it. Start that version, or choose another folder."
-            )
-        has_repositories = connection.execute("SELECT 1 FROM repositories").fetchone()
-    repos = path.with_name(REPOS)
-    if has_repositories and not repos.is_dir():
-        # Without the folder, the hub would take each repository for one that a person removed.
+def check_database(root: Path, url: str | None = None) -> None:
+    """Raises the errors of `open_database`, and makes no file."""
+    with read_only(root, url) as connection:
+        ids = connection.scalars(select(repositories.c.id)).all()
+    repos = root / REPOS
+    if ids and not any((repos / f"{id}.git").is_dir() for id in ids):
+        # The hub would take each repository for one that a person removed.
         raise HubError(
-            f"{path} has repositories, but their folder {repos} is missing: mount its disk, or "
-            "restore it from a backup."
+            f"The hub's database has {len(ids)} repositories, but none of their folders is in "
+            f"{repos}: mount its disk, or restore it from a backup."
         )
-    return SCHEMA_REVISION
 
 
-def jobs_of_webhooks(path: Path) -> set[str]:
-    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub,
-    which may run in another process. Empty if there is no file. Raises HubError."""
-    if not path.exists():
-        return set()
-    with read_only(path) as connection:
-        rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
-        return {job_id for (job_id,) in rows}
+def jobs_of_webhooks(root: Path, url: str | None = None) -> set[str]:
+    """The ids of the jobs of which webhooks start copies. Raises StoreError."""
+    with read_only(root, url) as connection:
+        ids = connection.scalars(select(webhooks.c.job_id).where(webhooks.c.job_id.is_not(None)))
+        return set(ids)

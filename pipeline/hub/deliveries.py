@@ -207,7 +207,8 @@ async def _head(response: httpx.Response) -> str:
         body += chunk
         if len(body) >= webhooks.HEAD_CHARACTERS:
             break
-    return body.decode(errors="replace")[: webhooks.HEAD_CHARACTERS]
+    # Postgres stores no NUL.
+    return body.decode(errors="replace").replace("\0", "\ufffd")[: webhooks.HEAD_CHARACTERS]
 
 
 def start_copy(store: JobStore, due: Due, webhook: StoredWebhook) -> dict[str, Any]:
@@ -380,19 +381,13 @@ class Deliverer:
             logger.log(level, _STATUS_CHANGE_LOGS[change], webhook.id, webhook.target)
         if attempt.refused:
             return  # the receiver is starting; every half second would be too many lines
-        said = "taken"
         if attempt.succeeded:
             self.metrics.delivery_seconds.observe(time.time() - due.queued_at)
-        else:
-            failure = attempt.error or f"answered {attempt.response_status}"
-            next_step = "given up"
-            if status == "pending":
-                next_step = "waits" if change == "disabled" else "will be tried again"
-            said = f"{failure} (attempt {due.attempt + 1}, {next_step})"
         logger.log(
             logging.INFO if attempt.succeeded else logging.WARNING,
-            "delivery %s to %s: %s",
-            *(due.id, webhook.target, said),
+            "delivery %s to %s: %s (attempt %d, now %s)",
+            *(due.id, webhook.target, attempt.error or f"answered {attempt.response_status}"),
+            *(due.attempt + 1, status),
             extra={"delivery_id": due.id},
         )
 

@@ -2,9 +2,9 @@
 
     HubError                     the hub cannot start or go on; shown at the terminal
     ├── HubInUse                 another process uses the state folder
-    ├── TooSlow                  git was ended because it needed too long
     └── RequestError             becomes the answer to a request, never a traceback
         ├── BadRequest           400
+        │   └── TooSlow          git was ended because it needed too long
         ├── Unauthorized         401
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
@@ -14,7 +14,6 @@
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
-        ├── RangeNotSatisfiable  416
         ├── NotSupported         501
         └── DiskFull             507
 
@@ -34,10 +33,6 @@ class HubInUse(HubError):
     """Another process uses the state folder."""
 
 
-class TooSlow(HubError):
-    """Git was ended, because it needed more time than the caller gave it."""
-
-
 class RequestError(HubError):
     """A request that is answered with an error; the message is for the client's user."""
 
@@ -51,6 +46,10 @@ class RequestError(HubError):
 
 class BadRequest(RequestError):
     status = 400
+
+
+class TooSlow(BadRequest):
+    """Git was ended, because it needed more time than the caller gave it."""
 
 
 class Unauthorized(RequestError):
@@ -105,10 +104,6 @@ class PreconditionFailed(RequestError):
 
 class TooLarge(RequestError):
     status = 413
-
-
-class RangeNotSatisfiable(RequestError):
-    status = 416
 
 
 class NotSupported(RequestError):

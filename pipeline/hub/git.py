@@ -56,6 +56,23 @@ _MEMORY = (
     ("pack.windowMemory", "64m"),
 )
 
+_SAFETY = (
+    # Git collects no garbage by itself. Commits that no ref leads to are removed only by
+    # `garbage.py`.
+    ("gc.auto", "0"),
+    ("receive.autogc", "false"),
+    # A push that the hub has confirmed survives a power cut.
+    ("core.fsync", "all"),
+    ("core.fsyncMethod", "batch"),
+    # Git refuses a push of a tree with '..' or '.git' in it, so nobody can clone the tree.
+    ("transfer.fsckObjects", "true"),
+    ("http.receivepack", "true"),
+    # A client can fetch any commit by its sha: a job may need one that a force-push removed from
+    # its branch.
+    ("uploadpack.allowAnySHA1InWant", "true"),
+    ("uploadpack.allowFilter", "true"),
+)
+
 # The words by which git's error text says that the disk is full. The first two come from the system
 # (in English, because LC_ALL is C), the others from git itself.
 _DISK_FULL = ("No space left", "Disk quota", "write error", "couldn't write")
@@ -69,7 +86,7 @@ def git_environment(
 ) -> dict[str, str]:
     """The environment of one git process: `extra` are further variables, and `settings` are keys
     and values of git's configuration for this process only."""
-    configured = [*_MEMORY, *settings]
+    configured = [*_MEMORY, *_SAFETY, *settings]
     configuration = {"GIT_CONFIG_COUNT": str(len(configured))}
     for number, (key, value) in enumerate(configured):
         configuration |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
@@ -140,7 +157,10 @@ def git(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise TooSlow(f"git {arguments[0]} needed more than {seconds:g} s.") from None
+        raise TooSlow(
+            f"git {arguments[0]} needed more than {seconds:g} s, and was ended: send less at once, "
+            "and use fewer `*` in each pattern of .gitattributes and .gitignore."
+        ) from None
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
     if done.returncode not in (0, *may_exit_with) or _BROKEN_REF in done.stderr:
@@ -255,7 +275,14 @@ def cgi_environment(
 async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncGenerator[bytes, None]:
     """Gives the head of git's answer, and then its body in pieces, while git writes it. Ends git if
     the client goes away. Raises HubError if git answers nothing."""
-    process = await _start(environment, body, stderr=subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        *("git", "http-backend"),
+        stdin=body.fileno(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
     assert process.stdout is not None
     try:
         try:
@@ -268,48 +295,27 @@ async def stream(environment: dict[str, str], body: IO[bytes]) -> AsyncGenerator
     finally:
         # Shielded, because the request of a client that goes away is cancelled.
         with CancelScope(shield=True):
-            await _end(process)
+            # Kill git and the processes that it started. macOS raises PermissionError if the group
+            # has no process left.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if process.returncode != 0:
+                    os.killpg(process.pid, signal.SIGKILL)
+            # A client that went away has left something in the pipe, and asyncio's `wait` also
+            # waits until it is closed.
+            while await process.stdout.read(_CHUNK_BYTES):
+                pass
+            await process.wait()
 
 
-async def run(environment: dict[str, str], body: IO[bytes]) -> subprocess.CompletedProcess[bytes]:
-    """Runs git to its end. Kills git only if this task is cancelled. After a cancellation or a
-    failure of git, no process that git started is left."""
-    process = await _start(environment, body, stderr=subprocess.PIPE)
-    try:
-        output, complaints = await process.communicate()
-    finally:
-        await _end(process)
-    assert process.returncode is not None
-    return subprocess.CompletedProcess("git", process.returncode, output, complaints)
-
-
-async def _start(
-    environment: dict[str, str], body: IO[bytes], *, stderr: int
-) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        "git",
-        "http-backend",
-        stdin=body.fileno(),
-        stdout=subprocess.PIPE,
-        stderr=stderr,
+def run(environment: dict[str, str], body: IO[bytes]) -> subprocess.CompletedProcess[bytes]:
+    """Runs git to its end, also if the client goes away."""
+    return subprocess.run(
+        ["git", "http-backend"],
+        stdin=body,
+        capture_output=True,
         env=environment,
         start_new_session=True,
     )
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kills git and the processes that it started, if git has not exited with 0. What they leave in
-    the repository, `clear_repository` removes."""
-    if process.returncode != 0:
-        # macOS raises PermissionError if the group has no process left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    # Read the pipes to their end: a client that went away has left something in them, and asyncio's
-    # `wait` also waits until they are closed.
-    for pipe in (process.stdout, process.stderr):
-        while pipe is not None and await pipe.read(_CHUNK_BYTES):
-            pass
-    await process.wait()
 
 
 def parse_head(head: bytes) -> tuple[int, Headers]:

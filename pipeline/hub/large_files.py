@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from starlette.concurrency import run_in_threadpool
-
 from jobs.folder import fsync_dir
 from pipeline.formats import OID
 from pipeline.hub.errors import BadRequest, Conflict
@@ -106,18 +104,6 @@ class LargeFiles:
                 "the file changed while it was sent, so send it again."
             )
         publish(draft.file, path, below=self._folder)
-
-    async def read(self, oid: str, *, start: int, length: int) -> AsyncIterator[bytes]:
-        """Gives `length` bytes from the offset `start`, in pieces. Raises FileNotFoundError."""
-        # A reader that goes away does not end `run_in_threadpool` early, so the opened file always
-        # reaches the `with` that closes it.
-        with await run_in_threadpool(self.path(oid).open, "rb") as file:
-            file.seek(start)
-            while length and (
-                piece := await run_in_threadpool(file.read, min(length, CHUNK_BYTES))
-            ):
-                length -= len(piece)
-                yield piece
 
     def oids(self) -> Iterator[str]:
         """The sha256 of every stored file."""

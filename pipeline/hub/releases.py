@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pydantic import ValidationError
+from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
 from jobs.job import Job
@@ -35,9 +35,11 @@ from pipeline.hub.contents import (
     NEW_REPOSITORY,
     list_tree,
     look_up,
+    read_file,
     resolve_revision,
     tracking_line,
 )
+from pipeline.hub.database import events
 from pipeline.hub.errors import Conflict, HubError, RepositoryNotFound
 from pipeline.hub.events import EventLog, create_repository, record_ref_changes
 from pipeline.hub.garbage import sweep
@@ -54,12 +56,14 @@ from pipeline.hub.repositories import (
 from receiver.rules import DEFAULT_BRANCH
 from serving.errors import ReleaseError
 from serving.weights.publish import adopt_release
-from serving.weights.release import RELEASE_FILE, Release, faults_in, is_shard_name
+from serving.weights.release import RELEASE_FILE, Release, is_shard_name, parse
 from serving.weights.release_store import RELEASE_ID, load_release, read_served, release_ids
 from serving.weights.verify import check_files
 
 logger = logging.getLogger(__name__)
 
+NUM_EVENTS = 100
+"""How many events of a model repository are looked at, to see what was served when."""
 _TAGS = "refs/tags/"
 _ATTEMPTS = re.compile(r"refs/heads/attempts/(j\d+)-(\d{1,9})", re.ASCII)
 
@@ -127,6 +131,26 @@ def record_served(repository: Repository, *, pipeline: str, release: str | None)
         first_commit(repository, _author(repository.name))
 
 
+def served_when(releases: Releases, pipeline: str) -> list[tuple[float, str]]:
+    """When which release began to be served, newest first, as far as the events tell. Only those
+    that still exist."""
+    try:
+        repository = releases.repositories.find(releases.name(pipeline))
+    except RepositoryNotFound:
+        return []
+    moves = select(events.c.created_at, events.c.updated_refs).order_by(events.c.seq.desc())
+    of_repository = moves.where(events.c.repository_id == repository.id).limit(NUM_EVENTS)
+    with releases.log.database.read() as connection:
+        ids = {sha: name for name, sha in _releases_in(known_refs(connection, repository)).items()}
+        rows = connection.execute(of_repository).all()
+    return [
+        (row.created_at, ids[each["new_sha"]])
+        for row in rows
+        for each in row.updated_refs
+        if each["ref"] == DEFAULT_BRANCH and each["new_sha"] in ids
+    ]
+
+
 async def sync_releases(releases: Releases) -> None:
     """Makes the refs of each pipeline's model repository as its folder is: a tag for each release
     that is not damaged, none for a removed release, and `main` at the served one. What only a
@@ -184,12 +208,7 @@ def take_release(releases: Releases, *, pipeline: str, revision: str) -> Path:
     manifest = entries.get(RELEASE_FILE)
     if manifest is None:
         raise ReleaseError(f"{RELEASE_FILE}: missing in {revision} of the {repository.name}")
-    try:
-        release = Release.model_validate_json(
-            git(repository.folder, "cat-file", "blob", manifest.oid)
-        )
-    except ValidationError as error:
-        raise ReleaseError(*faults_in(RELEASE_FILE, error)) from None
+    release = parse(Release, read_file(repository, manifest), RELEASE_FILE)
     return adopt_release(releases.pipeline_dirs[pipeline], release, put_file)
 
 

@@ -44,6 +44,7 @@ RESERVED_OWNERS = frozenset(
     {
         *(f"{type}s" for type in REPOSITORY_TYPES),
         *("api", "settings", "buckets", "collections", "oauth", "papers", "uploads"),
+        *("assets", "events", "jobs", "pipelines", "playground", "releases", "webhooks"),
     }
 )
 """Owners that no repository may have, because URLs that begin with them mean something else. In
@@ -134,15 +135,10 @@ def new_file_path(path: str) -> str:
 def changed_path(path: str) -> str:
     """The path, if a commit over the API may add or delete something there. A commit may delete a
     file that it may not add, because a push may have added it. Raises BadRequest."""
-    if _NOT_IN_PATH.search(path):
-        raise BadRequest(
-            f"{path!r} is not a valid path: it has a control character, or half of a character (a "
-            "surrogate). Rename the file."
-        )
     if not is_path(path):
         raise BadRequest(
             f"{path!r} is not a path of a file in a repository: write folder/file, without an "
-            "empty part, '.' or '..'."
+            "empty part, '.' or '..', a control character, or half of a character (a surrogate)."
         )
     if len(path.encode()) > _MAX_PATH_BYTES or path.count("/") > _MAX_DEPTH:
         raise BadRequest(
@@ -155,34 +151,6 @@ def changed_path(path: str) -> str:
 def is_path(path: str) -> bool:
     """Whether a client can ask for a file with this path."""
     return not _NOT_IN_PATH.search(path) and {"", ".", ".."}.isdisjoint(path.split("/"))
-
-
-# gc, autogc: git collects no garbage during a push, so that the push does not take longer. Commits
-# that no ref leads to are removed only by `garbage.py`.
-# allowAnySHA1InWant: a client can fetch any commit by its sha. A job may need a commit that a
-# force-push removed from its branch.
-# fsync: a push that the hub has confirmed survives a power cut.
-# fsckObjects: git refuses a push of a tree with '..' or '.git' in it, so nobody can clone the tree.
-_CONFIG = """\
-[core]
-\trepositoryformatversion = 0
-\tfilemode = true
-\tbare = true
-\tfsync = all
-\tfsyncMethod = batch
-[gc]
-\tauto = 0
-\tpruneExpire = never
-[receive]
-\tautogc = false
-[transfer]
-\tfsckObjects = true
-[http]
-\treceivepack = true
-[uploadpack]
-\tallowAnySHA1InWant = true
-\tallowFilter = true
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +236,6 @@ class Repositories:
         try:
             git(aside, "init", "--quiet", "--bare", "--template=")
             (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
-            (aside / "config").write_text(_CONFIG)
             yield Repository(id=id, name=name, created_at=time.time(), folder=aside)
         except BaseException:
             for folder in (aside, self.folder(id)):
@@ -394,6 +361,12 @@ def known_refs(connection: Connection, repository: Repository) -> dict[str, str]
         select(refs.c.ref, refs.c.sha).where(refs.c.repository_id == repository.id)
     )
     return {row.ref: row.sha for row in rows}
+
+
+def known_heads(connection: Connection) -> dict[str, str]:
+    """The sha of each repository's default branch at its last event, by the repository's id."""
+    newest = select(refs.c.repository_id, refs.c.sha).where(refs.c.ref == DEFAULT_BRANCH)
+    return {row.repository_id: row.sha for row in connection.execute(newest)}
 
 
 def ref_changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[RefChange]:

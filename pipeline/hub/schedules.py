@@ -5,18 +5,17 @@ import asyncio
 import logging
 import time
 from datetime import UTC, datetime
-from typing import Any
 
 from cronsim import CronSim, CronSimError
-from sqlalchemy import Connection, Row, select, update
+from sqlalchemy import select, update
 
 from jobs.errors import JobNotFound
-from jobs.job import Delivery, Job
+from jobs.job import Delivery
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.hub.database import Database
 from pipeline.hub.database import scheduled_jobs as table
-from pipeline.hub.errors import BadRequest, Conflict, NotFound
+from pipeline.hub.errors import BadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -48,33 +47,6 @@ def next_run(schedule: str, after: float) -> float:
         ) from None
 
 
-def get_scheduled(connection: Connection, id: str) -> Row[Any]:
-    """Raises NotFound."""
-    row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
-    if row is None:
-        raise NotFound(
-            f"There is no scheduled job {id!r}: list them with `hf jobs scheduled ps -a`."
-        )
-    return row
-
-
-def start_run(database: Database, store: JobStore, scheduled: Row[Any], delivery: Delivery) -> Job:
-    """Submits a run now. With the same `delivery`, the store makes only one job. Raises Conflict if
-    the last run has not ended, and `concurrency` is not set."""
-    if not scheduled.concurrency and _is_running(store, scheduled.last_job_id):
-        raise Conflict(
-            f"Scheduled job {scheduled.id}: its last run {scheduled.last_job_id} has not ended: "
-            "wait for it or cancel it, or create the scheduled job with --concurrency."
-        )
-    spec = JobSpec.model_validate(scheduled.spec)
-    labels = {**spec.labels, LABEL: scheduled.id}
-    job = store.submit(spec.model_copy(update={"labels": labels}), delivery=delivery)
-    with database.write() as connection:
-        last = {"last_job_id": job.id, "last_run_at": job.created_at}
-        connection.execute(update(table).where(table.c.id == scheduled.id).values(**last))
-    return job
-
-
 def _is_running(store: JobStore, job_id: str | None) -> bool:
     try:
         return job_id is not None and not store.get(job_id).has_ended
@@ -94,16 +66,22 @@ def start_due(database: Database, store: JobStore, now: float) -> None:
                 "its other missed runs are left out",
                 *(each.id, datetime.fromtimestamp(at, UTC)),
             )
-        try:
-            # If the hub is killed before the next write, it does this again, with the same id.
-            start_run(database, store, each, Delivery(source=f"schedule/{each.id}", id=str(at)))
-        except Conflict as still_running:
-            logger.warning("a run is left out. %s", still_running)
+        changes: dict[str, object] = {"next_run_at": next_run(each.schedule, now)}
+        if _is_running(store, each.last_job_id):
+            logger.warning(
+                "scheduled job %s: a run is left out, because its last one, %s, has not ended",
+                *(each.id, each.last_job_id),
+            )
+        else:
+            spec = JobSpec.model_validate(each.spec)
+            labels = {**spec.labels, LABEL: each.id}
+            # If the hub is killed before the next write, it does this again, and the store makes no
+            # second job of the same delivery.
+            delivery = Delivery(source=f"schedule/{each.id}", id=str(at))
+            job = store.submit(spec.model_copy(update={"labels": labels}), delivery=delivery)
+            changes |= {"last_job_id": job.id, "last_run_at": job.created_at}
         with database.write() as connection:
-            # Unless a person has changed the schedule meanwhile.
-            unchanged = (table.c.id == each.id) & (table.c.next_run_at == at)
-            later = next_run(each.schedule, now)
-            connection.execute(update(table).where(unchanged).values(next_run_at=later))
+            connection.execute(update(table).where(table.c.id == each.id).values(changes))
 
 
 async def keep_schedules(database: Database, store: JobStore) -> None:

@@ -37,7 +37,7 @@ from jobs.job import COMMITTER_DOMAIN, PREFIX, Job, job_of_token
 from jobs.outcome import JobOutcome
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
-from pipeline.hub.database import REPOS, Database, read_only, tokens
+from pipeline.hub.database import REPOS, Database, read_only, repositories, tokens
 from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
@@ -85,10 +85,6 @@ class Elsewhere:
     then."""
 
 
-def database_path(root: Path) -> Path:
-    return root.absolute() / "hub.sqlite"
-
-
 @contextlib.contextmanager
 def only_hub_in(root: Path) -> Iterator[None]:
     """Makes the state folder if it does not exist, and holds its lock. Raises HubInUse if another
@@ -106,15 +102,13 @@ def only_hub_in(root: Path) -> Iterator[None]:
         yield
 
 
-def folder_of(root: Path, name: RepositoryName) -> Path | None:
+def folder_of(root: Path, name: RepositoryName, url: str | None = None) -> Path | None:
     """The folder of a repository of a hub, which may run in another process. None if the hub does
-    not have the repository. Raises HubError."""
-    if not database_path(root).exists():
-        return None
-    named = "SELECT id FROM repositories WHERE type = ? AND owner = ? AND name = ?"
-    with read_only(database_path(root)) as connection:
-        row = connection.execute(named, (name.type, name.owner, name.name)).fetchone()
-    return None if row is None else root / REPOS / f"{row[0]}.git"
+    not have the repository. Raises StoreError."""
+    named = {"type": name.type, "owner": name.owner, "name": name.name}
+    with read_only(root, url) as connection:
+        id = connection.scalar(select(repositories.c.id).filter_by(**named))
+    return None if id is None else root / REPOS / f"{id}.git"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +272,7 @@ def sent_token(scope: Scope) -> bytes:
     if not given:
         missing = Unauthorized(
             "This hub needs a token: set HF_TOKEN, or run the commands that `pipeline env` prints. "
-            "In a browser, give any user name, and the token as the password."
+            "In a browser, `pipeline open` signs you in."
         )
         if _OF_A_REPOSITORY.match(scope["path"]):
             missing.code = RepositoryNotFound.code

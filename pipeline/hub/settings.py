@@ -12,6 +12,10 @@ class HubSettings(BaseModel):
     """The address to listen on. It is also the host in the URLs of events and of `pipeline env`."""
     port: int = Field(default=8070, ge=1, le=65535)
     """The port to listen on."""
+    database: str | None = Field(default=None, pattern=r"^postgresql(\+psycopg)?://")
+    """`postgresql://…`: the database of events, webhooks and deliveries, which are then not lost
+    with this machine. If unset, it is a file in the state folder. The repositories are in the state
+    folder in both cases."""
     owner: str = Field(default="local", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
     """The user name that `whoami` answers. A repository name without an owner means a repository of
     this user."""

@@ -1,9 +1,26 @@
-"""`python -m pipeline.retrain`: the command of a retraining job. It writes `outcome.json`, even if
-the job fails."""
+"""`python -m pipeline.retrain [NODES PROCESSES]`: the command of a retraining job. It writes
+`outcome.json`, even if the job fails. With the two numbers, it runs the job in so many processes on
+each of so many machines."""
 
+import os
 import sys
 
 from pipeline.retrain.run import main
 
+
+def _main() -> int:
+    # A job without anything to learn needs no torch, so import it only here.
+    if len(sys.argv) > 1:
+        from pipeline.retrain.processes import start
+
+        return start(*map(int, sys.argv[1:]))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
+        from pipeline.retrain.processes import run_part
+        from pipeline.retrain.train import help_to_train
+
+        return run_part(main, help_to_train)
+    return main()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main())

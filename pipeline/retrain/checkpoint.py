@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from pipeline.retrain.data import Mode
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINT, read_record, write_record
+from pipeline.retrain.processes import gathered
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import REPLACING, atomic_file
 
@@ -60,8 +61,10 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A copy of `weights_of` in the memory of the CPU."""
-    return {name: tensor.to("cpu", copy=True) for name, tensor in weights_of(model).items()}
+    """A copy of `weights_of` in the memory of the CPU, as `gathered`."""
+    return {
+        name: tensor.to("cpu", copy=True) for name, tensor in gathered(weights_of(model)).items()
+    }
 
 
 @torch.no_grad()
@@ -71,11 +74,14 @@ def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
         tensor.copy_(weights[name])
 
 
-def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
+def save(job_dir: Path | None, checkpoint: Checkpoint, state: State) -> None:
     """Write the state file, then the record that names it. Then remove the older state file.
 
-    Raises TrainError if one of the files cannot be written. The last checkpoint then stays valid.
+    job_dir: None in a process that only helps another one, and saves nothing. Raises TrainError if
+    one of the files cannot be written. The last checkpoint then stays valid.
     """
+    if job_dir is None:
+        return
     path = job_dir / checkpoint.file
     path.parent.mkdir(exist_ok=True)
     # If the job was killed while it saved, an incomplete file is left, which may be as large as the

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -58,7 +57,6 @@ _LEAK = 1e-5
 """The largest share of a hidden state that may change when another document changes. If a model
 keeps documents apart, nothing should change. But in a mixture of experts, rounding may depend on
 the other rows."""
-_layouts: WeakKeyDictionary[PreTrainedModel, Layout] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +204,11 @@ def layout_of(model: PreTrainedModel) -> Layout:
     The first call for a model tries the layouts with a few dozen tokens. Later calls return the
     same result.
     """
-    if model not in _layouts:
+    if not hasattr(model, "_layout"):
         with in_evaluation(model):
-            _layouts[model] = _measure(model)
-    return _layouts[model]
+            model._layout = _measure(model)
+    layout: Layout = model._layout
+    return layout
 
 
 def arranged(model: PreTrainedModel, blocks: Blocks, rounded_to: int = 1) -> list[Batch]:

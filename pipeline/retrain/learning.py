@@ -1,6 +1,7 @@
 """`Learning`: the part of a job that works with weights. It measures the served weights, trains,
 measures the new weights on the same rows, and publishes them as a release."""
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from pipeline.retrain.job import (
     read_record,
     write_record,
 )
+from pipeline.retrain.layout import layout_of
 from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
@@ -148,6 +150,10 @@ class Learning:
             )
         self._is_fresh = False
         checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
+        if self.loaded.model.device.type == "meta":  # several processes have trained
+            gc.collect()  # their parts of the weights, which refer to each other
+            self._load(start)
+            checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
@@ -258,6 +264,8 @@ def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_le
 def _train(job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, mode: Mode) -> Checkpoint:
     settings = job.settings
     rank = usual_rank(settings)
+    # Before the matrices: without autocast, they do not fit to weights in 16 bits.
+    layout_of(model)
     with low_rank(model, rank, settings.train.seed) if rank else nullcontext():
         return train(model, plan, settings.train, job_dir=job.dir, mode=mode, metrics=job.metrics)
 

@@ -259,25 +259,26 @@ class AnchorTarget:
 
 def losses(
     model: PreTrainedModel,
-    hidden: Tensor,
-    labels: Tensor,
+    blocks: Blocks,
     *,
     groups: Sequence[Sequence[TokenSequence]],
     anchors: Sequence[AnchorTarget],
-    num_learned: int,
-    num_anchored: int,
+    num_learned: float,
+    num_anchored: float,
 ) -> tuple[Tensor, float, list[bool], Tensor]:
-    """groups: the rows, the anchors and the deleted rows of a batch.
+    """groups: the rows, the anchors and the deleted rows, which stand in `blocks` in this order.
+    num_learned, num_anchored: the losses on the rows and on the anchors are divided by these.
 
     Returns the sum of all losses; the loss of the rows alone; for each deleted row, whether the
     model still says it; and for each learned token of the rows, whether the model finds it
     likeliest.
     """
+    hidden, labels = predict(model, blocks)
     sizes = [sum(each.num_learned for each in group) for group in groups]
     own, kept, unlearned = torch.split(hidden, sizes)
     own_labels = torch.split(labels, sizes)
     total, is_right = summed_loss(model, own, own_labels[0])
-    loss = total / max(1, num_learned)
+    loss = total / num_learned
     of_rows = float(loss.detach())
     still_said: list[bool] = []
     if groups[1]:

@@ -33,7 +33,7 @@ _Record = tuple[int | None, Columns | str]
 """The line, or None if it is not known; and the columns of the record, or what is wrong with it."""
 
 
-class _Unreadable(Exception):
+class Unreadable(Exception):
     """The rest of the file cannot be read."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
@@ -56,7 +56,7 @@ def read_file(
     raises nothing, these rows are left out.
     """
     try:
-        for number, (line, record) in enumerate(_records(folder, file, reads)):
+        for number, (line, record) in enumerate(records(folder, file, reads)):
             try:
                 if isinstance(record, str):
                     raise ValueError(record)
@@ -69,7 +69,7 @@ def read_file(
                 on_error(DataError(str(error), place(file, number, line)))
             else:
                 yield row
-    except _Unreadable as error:
+    except Unreadable as error:
         on_error(DataError.at(file, error.line, str(error)))
 
 
@@ -82,7 +82,10 @@ def suffix_of(path: str) -> str:
     return dot + suffix if dot else ""
 
 
-def _records(folder: Path, file: str, reads: Callable[[str], bool]) -> Iterator[_Record]:
+def records(
+    folder: Path, file: str, reads: Callable[[str], bool] = lambda _: True
+) -> Iterator[_Record]:
+    """The records of one file as they stand there, each with its line. Raises Unreadable."""
     path = folder / file
     suffix = suffix_of(file)
     compression = COMPRESSIONS.get(Path(file).suffix.lower())
@@ -90,7 +93,7 @@ def _records(folder: Path, file: str, reads: Callable[[str], bool]) -> Iterator[
         with _open(path, compression) as data:
             start = data.read(len(_LFS_POINTER))
         if start == _LFS_POINTER:
-            raise _Unreadable(
+            raise Unreadable(
                 "a pointer of Git LFS, not the content; push the content itself (`git lfs "
                 f"migrate export --include={file!r}`)"
             )
@@ -108,10 +111,10 @@ def _records(folder: Path, file: str, reads: Callable[[str], bool]) -> Iterator[
                 yield from _jsonl(text)
     except UnicodeDecodeError as error:
         near = bytes(error.object[max(0, error.start - 20) : error.end + 1])
-        raise _Unreadable(
+        raise Unreadable(
             f"not UTF-8 text ({error.reason} in {near!r}); save the file as UTF-8"
         ) from error
-    except _Unreadable:
+    except Unreadable:
         raise
     except Exception as error:
         # For a broken file, pyarrow may raise many kinds of errors, with no common base class.
@@ -119,7 +122,7 @@ def _records(folder: Path, file: str, reads: Callable[[str], bool]) -> Iterator[
             raise
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         form = compression or "parquet"
-        raise _Unreadable(f"cannot be read as {form} ({reason})") from error
+        raise Unreadable(f"cannot be read as {form} ({reason})") from error
 
 
 def _open(path: Path, compression: str | None) -> BinaryIO:
@@ -152,7 +155,7 @@ def _json(text: str) -> Iterator[_Record]:
     try:
         records = _loads(text)
     except (ValueError, RecursionError) as error:
-        raise _Unreadable(f"not JSON ({error}); make it a list of objects") from error
+        raise Unreadable(f"not JSON ({error}); make it a list of objects") from error
     for record in records:
         yield None, _object(record)
 
@@ -177,13 +180,13 @@ def _object(record: object) -> Columns | str:
 def _csv(lines: Iterator[str], suffix: str) -> Iterator[_Record]:
     csv.field_size_limit(sys.maxsize)
     start = next(lines, "")
-    separator = max(_SEPARATORS[suffix], key=lambda each: _num_fields(start, each))
+    separator = separator_of(start, suffix)
     reader = csv.reader(chain([start], lines), strict=True, delimiter=separator)
     first = 1
     try:
         header = next(reader, [])
         if problem := twice(header):
-            raise _Unreadable(problem, 1)
+            raise Unreadable(problem, 1)
         first = reader.line_num + 1
         for values in reader:
             # A row without a value is no row: spreadsheets write such rows after the last one.
@@ -203,11 +206,16 @@ def _csv(lines: Iterator[str], suffix: str) -> Iterator[_Record]:
         # A quotation mark that is never closed is noticed many lines later. So name the line on
         # which the row begins.
         until = f" in the row up to line {reader.line_num}" if reader.line_num > first else ""
-        raise _Unreadable(
+        raise Unreadable(
             f"not {suffix[1:].upper()} with {separator!r} between the fields ({error}{until}); see "
             "RFC 4180 for the quoting",
             first,
         ) from error
+
+
+def separator_of(header: str, suffix: str) -> str:
+    """What separates the fields of a CSV file with this first line."""
+    return max(_SEPARATORS[suffix], key=lambda each: _num_fields(header, each))
 
 
 def _num_fields(header: str, separator: str) -> int:
@@ -220,7 +228,7 @@ def _parquet(path: Path, reads: Callable[[str], bool]) -> Iterator[_Record]:
     with pyarrow.parquet.ParquetFile(path) as table:
         names = table.schema_arrow.names
         if problem := twice(names):
-            raise _Unreadable(problem)
+            raise Unreadable(problem)
         wanted = [
             leaf.path
             for leaf in map(table.schema.column, range(len(table.schema)))

@@ -126,8 +126,8 @@ class TrainSettings(_Settings):
     was trained before has steps of at least 1,024 tokens, if a pass has 16 of them. A few rows are
     learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
-    """How many tokens are computed at once. A larger step is computed in several parts, and adds up
-    their gradients."""
+    """How many tokens a process computes at once. A larger step is computed in several parts, and
+    adds up their gradients."""
     max_length: int | None = Field(default=None, ge=8)
     """The largest number of tokens that the model trains on as one sequence. Unset: 256 for a
     preset, and 1,024 for a base model that was trained before. It is never more than the model's
@@ -150,6 +150,9 @@ class TrainSettings(_Settings):
     anchor_ratio: float = Field(default=0.5, ge=0)
     """How many tokens of the base model's own answers are mixed in for each token of the rows. A
     delta mixes in twice as many. Each counts as much as four tokens of the rows."""
+    num_processes: int | None = Field(default=None, ge=1)
+    """How many processes share a training on each machine, one for each GPU: each has a part of the
+    weights, and computes a part of each step. Unset: as many as `resources.gpus`, or one."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """The time between two checkpoints. If a job is killed and restarted, it loses at most about
     this much training."""
@@ -164,6 +167,7 @@ class TrainSettings(_Settings):
 
 _WITHOUT_EFFECT = {
     "micro_batch_tokens",
+    "num_processes",
     "checkpoint_seconds",
 }
 """Settings that affect how a training is computed, but not what it learns."""

@@ -10,32 +10,50 @@ the rows:
 - Rows of plain text: training uses its whole token budget, unless the loss on held-out rows stops
   improving. The weights with the lowest held-out loss are kept.
 
-The same seed, rows, machine and number of threads give the same weights.
+The same seed, rows, machine and numbers of threads and processes give the same weights.
+
+Several processes may share a training (`pipeline/retrain/processes.py`). All of them run the loop
+(`_train`), and must decide the same: what one of them measures is told to the others.
 """
 
 import logging
 import math
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.data import Mode
-from pipeline.retrain.errors import TrainError
+from pipeline.retrain.errors import TemporaryError, TrainError
 from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
-from pipeline.retrain.layout import block_length, pack
-from pipeline.retrain.loss import is_said, losses, mean_loss, predict, row_losses, training_autocast
+from pipeline.retrain.layout import block_length, layout_of, pack
+from pipeline.retrain.loss import is_said, losses, mean_loss, row_losses, training_autocast
 from pipeline.retrain.plan import TrainingPlan, in_turn
+from pipeline.retrain.processes import (
+    Whole,
+    add_up,
+    from_first,
+    gathered,
+    hand_out,
+    load_optimizer_state,
+    num_processes,
+    optimizer_state,
+    own_part,
+)
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
+from serving.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -116,15 +134,14 @@ def train(
     metrics: MetricsWriter,
 ) -> Checkpoint:
     """Train `model`. At the end, `model` and the file of the returned checkpoint hold the best
-    weights.
+    weights. But if several processes have trained, only the file does, and `model` has no weights.
 
     If the job has a checkpoint of this mode, training continues from it. Raises TrainError if the
-    loss is no longer a finite number.
+    loss is no longer a finite number, and TemporaryError if another process has ended.
     """
-    optimizer = _optimizer(model, settings)
     count = len(plan.sequences)
     progress = TrainingState(streak=[0] * count, due=[0] * count)
-    best: dict[str, Tensor] | None = None
+    state: dict[str, Any] = {}
     torch.manual_seed(settings.seed)
     found = checkpoints.load(job_dir)
     if found is not None and found[0].mode == mode:
@@ -132,17 +149,57 @@ def train(
         checkpoints.set_weights(model, state["weights"])
         if done.finished:
             return done
-        progress, best = TrainingState(**state["progress"]), state["best"]
-        optimizer.load_state_dict(state["optimizer"])
+        progress = TrainingState(**state["progress"])
         torch.set_rng_state(state["rng"])
+    if num_processes() == 1:
+        return _train(Whole(model), plan, settings, progress, mode, state, job_dir, metrics)
+    if layout_of(model) == "padded":  # it calls the layers once for each group of rows
+        raise TrainError(
+            f"a {type(model).__name__} can be trained in one process only; remove "
+            "`train.num_processes`, and ask for one GPU and one node"
+        )
+    logger.info(f"{num_processes()} processes train together")
+    try:
+        whole = hand_out(model, (plan, settings, progress, mode))
+        return _train(whole, plan, settings, progress, mode, state, job_dir, metrics)
+    except RuntimeError as error:  # of torch.distributed
+        raise TemporaryError(
+            f"one of {num_processes()} training processes ended too early, or cannot be reached "
+            f"({first_line(error)}); see the job's log"
+        ) from error
 
+
+def help_to_train(whole: Whole, work: Any) -> None:
+    """Train with the first process, which has handed this out."""
+    plan, settings, progress, mode = work
+    nowhere = MetricsWriter(Path(os.devnull))
+    _train(whole, plan, settings, progress, mode, {}, None, nowhere)
+
+
+def _train(
+    whole: Whole,
+    plan: TrainingPlan,
+    settings: TrainSettings,
+    progress: TrainingState,
+    mode: Mode,
+    state: dict[str, Any],
+    job_dir: Path | None,
+    metrics: MetricsWriter,
+) -> Checkpoint:
+    """state: of the checkpoint from which training continues. job_dir: None in a process that
+    only helps."""
+    model: PreTrainedModel = whole.model
+    optimizer = _optimizer(model, settings)
+    best: dict[str, Tensor] | None = state.get("best")
+    if progress.step:
+        load_optimizer_state(model, optimizer, state.get("optimizer", {}))
     saved_at = time.monotonic()
     model.train()
     for chosen in _steps(plan, progress, settings.seed):
         started = time.monotonic()
         rate = plan.learning_rate * _rate(plan, progress)
         try:
-            loss, tokens = _step(model, optimizer, plan, chosen, rate, progress, settings)
+            loss, tokens = _step(whole, optimizer, plan, chosen, rate, progress, settings)
         except torch.OutOfMemoryError as error:
             raise TrainError(
                 "a step does not fit into the GPU's memory; lower `train.micro_batch_tokens` or "
@@ -165,7 +222,8 @@ def train(
         )
         if _is_due(plan, progress):
             progress.evaluated_at = progress.tokens
-            missed, wrong = _measure(model, plan, metrics, progress)
+            with torch.no_grad():
+                missed, wrong = from_first(whole(_measure, plan, metrics, progress))
             progress.stale += 1
             if _is_better(missed, progress.best):
                 best = checkpoints.copy_weights(model)
@@ -174,11 +232,11 @@ def train(
                 break
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
-        if time.monotonic() - saved_at >= settings.checkpoint_seconds:
+        if from_first(time.monotonic() - saved_at >= settings.checkpoint_seconds):
             done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", mode)
             state = {
-                "weights": checkpoints.weights_of(model),
-                "optimizer": optimizer.state_dict(),
+                "weights": gathered(checkpoints.weights_of(model)),
+                "optimizer": optimizer_state(model, optimizer),
                 "rng": torch.get_rng_state(),
                 "best": best,
                 "progress": asdict(progress),
@@ -186,11 +244,11 @@ def train(
             checkpoints.save(job_dir, done, state)
             saved_at = time.monotonic()
 
-    if best is not None:
+    if best is not None and num_processes() == 1:
         checkpoints.set_weights(model, best)
     done = _checkpoint(plan, progress, "best.pt", mode)
     done = done.model_copy(update={"finished": True})
-    checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
+    checkpoints.save(job_dir, done, {"weights": best or gathered(checkpoints.weights_of(model))})
     return done
 
 
@@ -321,7 +379,7 @@ def _optimizer(model: PreTrainedModel, settings: TrainSettings) -> torch.optim.A
 
 
 def _step(
-    model: PreTrainedModel,
+    whole: Whole,
     optimizer: torch.optim.Optimizer,
     plan: TrainingPlan,
     blocks: Sequence[Sequence[int]],
@@ -331,53 +389,61 @@ def _step(
 ) -> tuple[float, int]:
     """Make one update of the weights. Returns the loss per learned token and the number of
     tokens."""
+    model: PreTrainedModel = whole.model
     visited = list(chain(*blocks))
     asked = {index: _asked(plan, progress, index) for index in visited}
     num_tokens = sum(len(each.token_ids) for each in asked.values())
     num_learned = sum(each.num_learned for each in asked.values())
     width = max(sum(len(asked[index].token_ids) for index in block) for block in blocks)
-    at_once = max(1, settings.micro_batch_tokens // width)
+    at_once = max(1, settings.micro_batch_tokens // width) * num_processes()
     right = dict.fromkeys(visited, False)
     total = 0.0
     parts = [blocks[start : start + at_once] for start in range(0, len(blocks), at_once)]
     anchor_tokens = plan.anchor_ratio * num_tokens
     anchors = in_turn(plan.anchors, progress.anchored, anchor_tokens, lambda each: each.sequence)
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
+    own_anchors = list(chain(*own_part([anchors])))
     deleted = in_turn(
         plan.unlearned, progress.unlearned, plan.step_tokens, plan.sequences.__getitem__
     )
     still_said: list[bool] = []
     for part in parts:
-        own_blocks = [[asked[index] for index in block] for block in part]
+        own = own_part(part)
+        # A process for which no row is left computes one that does not count, because all
+        # processes must call the layers equally often.
+        own_blocks = [[asked[index] for index in block] for block in own or [[part[0][0]]]]
         # The last part also contains the anchors and the deleted rows, so that they need no forward
-        # pass of their own.
+        # pass of their own. Every process computes all deleted rows: there are few.
         is_last = part is parts[-1]
         others = [
-            [anchor.sequence for anchor in anchors] * is_last,
+            [anchor.sequence for anchor in own_anchors] * is_last,
             [plan.sequences[index] for index in deleted] * is_last,
         ]
-        given = [*own_blocks, *([each] for each in chain(*others))]
         with training_autocast(model):
-            loss, of_rows, still_said, is_right = losses(
-                model,
-                *predict(model, given),
+            loss, of_rows, still_said, is_right = whole(
+                losses,
+                [*own_blocks, *([each] for each in chain(*others))],
                 groups=[list(chain(*own_blocks)), *others],
-                anchors=anchors,
-                num_learned=num_learned,
-                num_anchored=num_anchored,
+                anchors=own_anchors,
+                # Gradients are averaged over the processes.
+                num_learned=max(1, num_learned) / num_processes() if own else math.inf,
+                num_anchored=num_anchored / num_processes(),
             )
         total += of_rows
         torch.autograd.backward(loss)
-        order = list(chain(*part))
+        order = list(chain(*own))
         lengths = [asked[index].num_learned for index in order]
-        for index, each in zip(order, torch.split(is_right, lengths), strict=True):
+        for index, each in zip(order, torch.split(is_right, lengths) if own else (), strict=True):
             right[index] = plan.ends_when_right and is_said(int(each.sum()), len(each))
+    total, *flags = add_up([total / num_processes(), *right.values()])
+    right = dict(zip(right, map(bool, flags), strict=True))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
-    if not (math.isfinite(total) and math.isfinite(float(norm))):
+    length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not (math.isfinite(total) and math.isfinite(length)):
         raise TrainError(
             f"training diverged at learning rate {rate:.2g} (loss {total:.4g}, length of the "
-            f"gradient {float(norm):.4g}); lower `train.learning_rate`, or look for broken rows"
+            f"gradient {length:.4g}); lower `train.learning_rate`, or look for broken rows"
         )
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -25,9 +25,10 @@ from prometheus_client.registry import Collector
 
 from jobs.errors import JobError, StoreError
 from jobs.job import Job
+from jobs.process import process_here
+from jobs.spec import LOCAL
 from jobs.store import JobStore
 from pipeline.hub.database import jobs_of_webhooks
-from pipeline.hub.errors import HubError
 from pipeline.paths import Home
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.retrain.sources import OWN_TOKEN_SOURCE, own_token
@@ -45,6 +46,13 @@ POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
 """After an error of the store, `Outcomes.follow` waits this long before it tries again."""
 TIMEOUT_SECONDS = 30.0
+TAKEN_SECONDS = 300.0
+"""If a runner dies while it handles an outcome, another one does it again after this time."""
+AWAY_SECONDS = 60.0
+"""A runner of another machine handles an outcome if none on the job's machine has for so long. It
+cannot remove the files there."""
+LOOK_SECONDS = 30.0
+"""The longest time between two looks for outcomes of runners that are gone."""
 KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
 """This many of the newest jobs of each pipeline stay in the store, however old they are. This many
@@ -76,9 +84,7 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             (
                 metrics.count,
                 lambda job: remove_unneeded_files(job, home.jobs_dir / job.id),
-                lambda job: _notify(settings, home, job),
-                # Last, because it may take minutes.
-                lambda job: _push(settings, home, job),
+                lambda job: _tell_others(settings, home, job),
             ),
         )
         threads = [
@@ -97,17 +103,13 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 thread.join()
 
 
-def _notify(settings: Settings, home: Home, job: Job) -> None:
+def _tell_others(settings: Settings, home: Home, job: Job) -> None:
     for pipeline in settings.pipelines:
         if pipeline.name == job.spec.pipeline:
             notify(pipeline, job, home.jobs_dir / job.id)
-
-
-def _push(settings: Settings, home: Home, job: Job) -> None:
-    for pipeline in settings.pipelines:
-        if pipeline.name == job.spec.pipeline and pipeline.push_to is not None:
-            token = own_token(os.environ, load_tokens(home.tokens_file).hub)
-            push_release(pipeline, job, home.releases_dir / pipeline.name, token)
+            if pipeline.push_to is not None:  # last, because it may take minutes
+                token = own_token(os.environ, load_tokens(home.tokens_file).hub)
+                push_release(pipeline, job, home.releases_dir / pipeline.name, token)
 
 
 def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threading.Event) -> None:
@@ -119,7 +121,7 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
             logger.error(
                 "old jobs cannot be removed now; trying again in an hour: %s",
                 error,
-                exc_info=not isinstance(error, StoreError | HubError | OSError),
+                exc_info=not isinstance(error, StoreError | OSError),
             )
         if stop.wait(PRUNE_SECONDS):
             return
@@ -140,7 +142,13 @@ class Outcomes:
         If a handler raises an exception, this method logs the exception. The outcome counts as
         handled, so the handler is not called again. Raises StoreError.
         """
-        jobs = self._store.unhandled()
+        away = self._store.now() - AWAY_SECONDS
+        jobs = [
+            job
+            for job in self._store.unhandled()
+            if (_is_here(job) or job.ended_at is None or job.ended_at < away)
+            and self._store.take_outcome(job.id, TAKEN_SECONDS)
+        ]
         for job in jobs:
             for handler in self._handlers:
                 try:
@@ -153,12 +161,17 @@ class Outcomes:
         return len(jobs)
 
     def follow(self, stop: threading.Event) -> None:
-        """Call `poll` several times a second. If `poll` fails, log the error, and call it again
+        """Call `poll` when the store has changed. If `poll` fails, log the error, and call it again
         later. When `stop` is set, call `poll` one last time and return."""
+        has_changed, next_look = True, 0.0
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
-                self.poll()
+                has_changed |= self._store.has_changed()
+                if has_changed or is_last or time.monotonic() >= next_look:
+                    next_look = time.monotonic() + LOOK_SECONDS
+                    self.poll()
+                has_changed = False
             except Exception as error:
                 # If the thread ended here, nobody would handle the later outcomes.
                 logger.error(
@@ -169,6 +182,12 @@ class Outcomes:
                 stop.wait(RETRY_SECONDS)
             if is_last:
                 return
+
+
+def _is_here(job: Job) -> bool:
+    """Whether the job's folder is on this machine, or does not matter."""
+    is_local = job.spec.launcher == LOCAL and job.handle is not None
+    return not is_local or process_here(job.handle or "") is not None
 
 
 # Metrics
@@ -256,17 +275,16 @@ class RunnerMetrics(Collector):
 # `on_outcome`
 
 
-def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
+def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> None:
     """Run the command `on_outcome`, which gets the job's outcome as JSON on its standard input.
-    Returns True if the command succeeded. Returns False if it failed, if `on_outcome` is not set,
-    or if the job has no outcome.
+    Does nothing if `on_outcome` is not set, or if the job has no outcome.
 
     If the command fails, this function logs a warning. It raises no error, because the job has
     already ended.
     """
     command = pipeline.on_outcome
     if command is None or job.outcome is None:
-        return False
+        return
     ids = {"pipeline": pipeline.name, "job_id": job.id}
     body = json.dumps({"pipeline": pipeline.name, **job.outcome.model_dump(mode="json")})
     # Leave out the variable that names the stack's copy of the settings file. Otherwise a
@@ -291,9 +309,8 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
         logger.warning(
             "on_outcome of %s failed for %s: %s", pipeline.name, job.id, error, extra=ids
         )
-        return False
-    logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
-    return True
+    else:
+        logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
 
 
 # `push_to`
@@ -301,12 +318,11 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
 
 def push_release(
     pipeline: PipelineSettings, job: Job, pipeline_dir: Path, token: str | None
-) -> bool:
+) -> None:
     """Push the release that the job promoted to the repository `push_to`, as its `main` and as a
-    tag. Returns True if it was pushed. If not, this function logs a warning and raises no error,
-    as `notify`."""
+    tag. If this fails, this function logs a warning and raises no error, as `notify`."""
     if pipeline.push_to is None or job.outcome is None or job.outcome.result != "promoted":
-        return False
+        return
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -329,9 +345,8 @@ def push_release(
     except Exception as error:
         reason = first_line(error) if token else f"there is no token; set {OWN_TOKEN_SOURCE}"
         logger.warning("%s was not pushed to %s: %s", release, where, reason, extra=ids)
-        return False
-    logger.info("pushed %s to %s", release, where, extra=ids)
-    return True
+    else:
+        logger.info("pushed %s to %s", release, where, extra=ids)
 
 
 # Old jobs
@@ -345,8 +360,8 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     copies (`--job-id` of `pipeline webhooks`) and the newest KEEP_JOBS jobs stay in the store.
 
     Raises OSError if the manifest of a release cannot be read. The job that made the release is
-    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed,
-    HubError if the hub's webhooks cannot be read, and StoreError.
+    then not known, so nothing is removed. Also raises OSError if a folder cannot be removed, and
+    StoreError.
     """
     kept = {
         job_id
@@ -358,7 +373,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
         newest=KEEP_JOBS,
-        kept={*kept, *jobs_of_webhooks(home.hub_dir / "hub.sqlite")},
+        kept={*kept, *jobs_of_webhooks(home.hub_dir, settings.hub.database)},
     )
     if forgotten:
         said = "deleted %d old jobs from the store, %s to %s"
@@ -395,7 +410,7 @@ def prune_job_folders(
 
     The jobs and their outcomes stay in the store. `kept` has the ids of jobs whose folders stay.
     """
-    before = time.time() - 86400 * keep_days
+    before = store.now() - 86400 * keep_days
     removed = []
     for job_id in store.ids_ended_before(before):
         if job_id not in kept and (jobs_dir / job_id).is_dir():

@@ -62,7 +62,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         # Start the detached runner only now, when the `with` block has submitted the job. If the
         # runner started earlier, it might find no job and end at once.
         subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
+            [sys.executable, "-m", "pipeline", "runner", "--with-hub", "--until-idle"],
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=home.log_file("runner").open("ab"),
@@ -120,6 +120,5 @@ def _wait_until_idle(home: Home, settings: Settings) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -42,11 +42,11 @@ def is_token_of_running_job(
 
 
 def check_schemas(settings: Settings, home: Home) -> None:
-    """Raise HubError or StoreError if another version of hotpush wrote the hub's database or the
-    job store.
+    """Raise StoreError if another version of hotpush wrote the hub's database or the job store, and
+    HubError if the hub's repositories are gone.
 
     Call this before any service starts. A service creates its database when it starts. Without this
     check, the stack might create one database before it finds that the other one cannot be used.
     """
-    check_database(home.hub_dir / "hub.sqlite")
+    check_database(home.hub_dir, settings.hub.database)
     reading_jobs(settings, home).close()

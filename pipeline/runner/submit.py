@@ -33,7 +33,7 @@ from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload
 from receiver.rules import DEFAULT_BRANCH, RetrainRule, full_ref
-from serving.weights.release import Lineage
+from serving.weights.release import Lineage, faults_in
 
 logger = logging.getLogger(__name__)
 
@@ -139,20 +139,16 @@ class Dataset:
             "url": {"web": self.name}
             if is_git_url(self.name)
             else {"web": f"{self.hub_url}/{place}", "api": f"{self.hub_url}/api/{place}"},
-            "headSha": revisions.new_sha,
         }
         if revisions.ref == DEFAULT_BRANCH:
             repo = repo | {"headSha": revisions.new_sha}
-        moved = {
-            "ref": revisions.ref,
-            "oldSha": revisions.old_sha,
-            "newSha": revisions.new_sha,
-        }
         return {
             "event": {"action": "update", "scope": "repo.content"},
             "repo": repo,
             "webhook": delivered.get("webhook") or {"id": webhook, "version": 3},
-            "updatedRefs": [moved],
+            "updatedRefs": [
+                {"ref": revisions.ref, "oldSha": revisions.old_sha, "newSha": revisions.new_sha}
+            ],
         }
 
     def push(self, ref: str, sha: str) -> tuple[RevisionRange, dict[str, Any]]:
@@ -223,7 +219,7 @@ def retrain_rule(
         skip_if=skip_if,
     )
     spec = JobSpec(
-        command=pipeline.command or (_python(pipeline.launcher), "-m", RETRAINING),
+        command=pipeline.command or _retraining(pipeline),
         pipeline=pipeline.name,
         launcher=pipeline.launcher,
         resources=pipeline.resources,
@@ -242,8 +238,14 @@ def retrain_rule(
     return RetrainRule(spec=spec, dataset=pipeline.dataset, endpoint=other_hub, ref=ref)
 
 
-def _python(launcher: str) -> str:
-    return sys.executable if launcher == LOCAL else "python"  # of the agent, see `jobs/agent.py`
+def _retraining(pipeline: PipelineSettings) -> tuple[str, ...]:
+    """The command of the built-in retraining: `pipeline/retrain/__main__.py`."""
+    # Elsewhere, it is the Python of the agent: see `jobs/agent.py`.
+    python = sys.executable if pipeline.launcher == LOCAL else "python"
+    nodes = pipeline.resources.nodes or 1
+    processes = pipeline.train.num_processes or pipeline.resources.gpus or 1
+    places = () if nodes == processes == 1 else (str(nodes), str(processes))
+    return (python, "-m", RETRAINING, *places)
 
 
 def submit_retraining(
@@ -331,10 +333,8 @@ def _pushed_commit(payload: dict[str, Any], ref: str) -> str:
     try:
         refs = WebhookPayload.model_validate(payload).updatedRefs or ()
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]
-        )
-        raise PipelineError(f"--payload is not the payload of a webhook: {faults}") from None
+        faults = faults_in("--payload is not the payload of a webhook", error)
+        raise PipelineError("; ".join(faults[:3])) from None
     commit = next((each.newSha for each in refs if each.ref == ref), None)
     if commit is None:
         raise PipelineError(f"--payload names no commit of {ref}; use --revision instead")

@@ -83,9 +83,7 @@ class _Gateway:
             name: {"status": "down"} if answer is None else answer.json()
             for name, answer in answers.items()
         }
-        num_ready = sum(
-            1 for answer in answers.values() if answer is not None and answer.is_success
-        )
+        num_ready = sum(answer is not None and answer.is_success for answer in answers.values())
         status = "ok" if num_ready == len(said) else "partly" if num_ready else "waiting"
         return JSONResponse({"status": status, "pipelines": said}, 200 if num_ready else 503)
 

@@ -99,6 +99,18 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
     return services
 
 
+def choose(names: str | None, services: Sequence[Service]) -> Sequence[Service]:
+    """The services of these names, which commas divide; all for None. Raises PipelineError."""
+    if names is None:
+        return services
+    known = [service.name for service in services]
+    if unknown := sorted(set(names.split(",")).difference(known)):
+        raise PipelineError(
+            f"--only {','.join(unknown)}: there is no such service; choose from {', '.join(known)}"
+        )
+    return [service for service in services if service.name in names.split(",")]
+
+
 def hub_service(settings: Settings) -> Service:
     return _service("hub", settings.hub_url, "hub")
 
@@ -108,7 +120,7 @@ def _service(name: str, url: str, table: str) -> Service:
     return Service(name=name, arguments=(name,), url=url, port_setting=setting)
 
 
-RUNNER = Service(name="runner", arguments=("jobs", "runner"))
+RUNNER = Service(name="runner", arguments=("runner",))
 
 
 def metrics_of_runner(settings: Settings) -> Iterator[Service]:

@@ -203,8 +203,7 @@ class Connection(HttpToolsProtocol):
         if _TCP_INFO is not None:
             connection: socket.socket = self.transport.get_extra_info("socket")
             info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _ACKNOWLEDGED.stop)
-            if len(info) == _ACKNOWLEDGED.stop:
-                return int.from_bytes(info[_ACKNOWLEDGED], sys.byteorder)
+            return int.from_bytes(info[_ACKNOWLEDGED], sys.byteorder)
         # The application writes nothing while a client must read, so the write buffer only shrinks.
         return -self.transport.get_write_buffer_size()
 

@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import httpx
-from pydantic import ValidationError
 
 from serving.errors import ReleaseError, first_line, is_temporary
 from serving.weights.publish import make_visible, unfinished_folder
@@ -28,7 +27,7 @@ from serving.weights.release import (
     HeaderEntry,
     Release,
     digest_file,
-    faults_in,
+    parse,
     read_header,
 )
 from serving.weights.release_store import UNFINISHED, list_releases, release_lock, sweep_locked
@@ -86,7 +85,7 @@ def fetch_release(pipeline_dir: Path, source: Source, revision: str) -> Release:
             raise ReleaseError(
                 f"{source.repo} at {revision[:12]} has no {RELEASE_FILE}, so it is not a release"
             )
-        release = _manifest(answer.raise_for_status().content)
+        release = parse(Release, answer.raise_for_status().content, RELEASE_FILE)
         target = pipeline_dir / release.id
         if target.is_dir() and not verify_release(target):
             return release
@@ -102,18 +101,6 @@ def fetch_release(pipeline_dir: Path, source: Source, revision: str) -> Release:
                 target.rename(pipeline_dir / f"{UNFINISHED}{release.id}")
             make_visible(folder, target)
         sweep_locked(pipeline_dir)
-    return release
-
-
-def _manifest(content: bytes) -> Release:
-    try:
-        release = Release.model_validate_json(content)
-    except ValidationError as error:
-        raise ReleaseError(*faults_in(RELEASE_FILE, error)) from None
-    # Checked before anything is written: another name could lead out of the folder.
-    for name in release.files:
-        if Path(name).name != name or name in ("", "..", RELEASE_FILE):
-            raise ReleaseError(f"{RELEASE_FILE}: {name!r} is not a plain file name")
     return release
 
 

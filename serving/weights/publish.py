@@ -200,8 +200,7 @@ def adopt_release(
                     return pipeline_dir / known
         with unfinished_folder(pipeline_dir) as folder:
             for name in release.files:
-                if Path(name).name == name:  # `verify_layout` refuses any other name
-                    put_file(name, folder / name)
+                put_file(name, folder / name)
             if reasons := verify_layout(folder, release) or verify_shards(folder, release):
                 raise ReleaseError(*reasons)
             number = next_number(pipeline_dir)

@@ -18,10 +18,17 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+)
 
 from serving.errors import ReleaseError, first_line
 
@@ -35,6 +42,9 @@ _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|bin)")
 _PIECE_BYTES = 1 << 20
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Model = TypeVar("Model", bound=BaseModel)
+PlainName = Annotated[str, StringConstraints(pattern=r"^[^./\\][^/\\]*$")]
+"""The name of a file in the folder itself: another name could lead out of it."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -56,6 +66,15 @@ def faults_in(where: object, error: ValidationError) -> list[str]:
         ": ".join(filter(None, (str(where), ".".join(map(str, each["loc"])), each["msg"])))
         for each in error.errors()
     ]
+
+
+def parse(model: type[Model], content: bytes, where: object) -> Model:
+    """The model that the JSON in the file `where` describes. Raises ReleaseError with every
+    fault."""
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise ReleaseError(*faults_in(where, error)) from None
 
 
 class _Record(BaseModel):
@@ -159,7 +178,7 @@ class Release(_Record):
     evaluation: dict[str, Any] | None = None
     """The job's measurements of the new weights, as JSON of `pipeline.retrain.evaluate.Evaluation`.
     None if nothing was measured."""
-    files: dict[str, FileEntry]
+    files: dict[PlainName, FileEntry]
     """The files of the release, except the manifest. If the folder has another file, no check looks
     at that file."""
     tensors: dict[str, TensorEntry]
@@ -230,12 +249,7 @@ def read_index(folder: Path, name: str = INDEX_FILE) -> WeightsIndex | None:
     """The index with this file name in a release or checkpoint folder; None if there is no such
     file. Raises ReleaseError if the index is not valid."""
     path = folder / name
-    if not path.is_file():
-        return None
-    try:
-        return WeightsIndex.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ReleaseError(*faults_in(name, error)) from None
+    return parse(WeightsIndex, path.read_bytes(), name) if path.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,17 +22,18 @@ import os
 import re
 import shutil
 import uuid
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
 
 from filelock import BaseFileLock, FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from serving.errors import ReleaseError, Superseded, is_temporary
 from serving.weights.atomic_file import fsync, is_abandoned, link_atomically, write_atomically
-from serving.weights.release import RELEASE_FILE, Release, faults_in
+from serving.weights.release import RELEASE_FILE, Release, parse
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def load_release(folder: Path) -> Release:
     """
     path = folder / RELEASE_FILE
     try:
-        return Release.model_validate_json(path.read_bytes())
+        return parse(Release, path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         raise ReleaseError(f"{folder} is not a release: it has no {RELEASE_FILE}") from None
     except OSError as error:
@@ -104,8 +105,6 @@ def load_release(folder: Path) -> Release:
             raise
         # For example, a part of the disk is damaged.
         raise ReleaseError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValidationError as error:
-        raise ReleaseError(*faults_in(path, error)) from None
 
 
 def is_checkpoint(folder: Path, pipeline_dir: Path) -> bool:
@@ -142,11 +141,9 @@ def read_served(pipeline_dir: Path) -> Served:
     """Raises ReleaseError if the record is damaged."""
     path = pipeline_dir / SERVED
     try:
-        return Served.model_validate_json(path.read_bytes())
+        return parse(Served, path.read_bytes(), path)
     except FileNotFoundError:
         return Served()
-    except ValidationError as error:
-        raise ReleaseError(*faults_in(path, error)) from None
 
 
 def readable_served(pipeline_dir: Path) -> Served:
@@ -349,6 +346,20 @@ def pinned_releases(pipeline_dir: Path) -> list[str]:
     except FileNotFoundError:
         return []
     return sorted(pinned, key=release_number)
+
+
+def marks(pipeline_dir: Path) -> defaultdict[str, list[str]]:
+    """Release → which of `served`, `pending` and `pinned` it is. Raises ReleaseError as
+    `read_served` and `pinned_releases`."""
+    served, found = read_served(pipeline_dir), defaultdict[str, list[str]](list)
+    for mark, ids in (
+        ("served", [served.release]),
+        ("pending", [served.pending]),
+        ("pinned", pinned_releases(pipeline_dir)),
+    ):
+        for each in filter(None, ids):
+            found[each].append(mark)
+    return found
 
 
 def pin(pipeline_dir: Path, release_id: str) -> None:

@@ -49,6 +49,7 @@ TABLES = {
         ("training", "training, real tokens per second"),
         ("publish", "publish a release, against one write and fsync of the same bytes"),
         ("receiver", "receiver, 16 clients"),
+        ("anywhere", "four runners on one Postgres; a release to a follower elsewhere"),
         ("stream", "ten revisions: deltas against full trainings"),
         ("learning", "facts learned and kept: first commits, edits, deletions"),
         ("understood", "pushed answers, asked in other words"),

@@ -58,7 +58,7 @@ def measure(size: Size) -> Result:
                 "s",
             ),
         ),
-        bounded_by="the hub's delivery, the receiver's transaction, the runner's poll (20 ms), and "
+        bounded_by="the hub's delivery, the receiver's transaction, the runner's poll (50 ms), and "
         "a fork that has the modules; without `preload`, the job imports them",
         detail={name: list(seconds) for name, seconds in found.items()},
     )

@@ -95,7 +95,6 @@ def test_a_job_sends_and_fetches_large_files_until_its_attempt_ends(
         ("GET", "/api/settings/webhooks"),
         ("POST", "/api/settings/webhooks"),
         ("GET", "/api/settings/deliveries"),
-        ("GET", "/settings/webhooks"),
         ("DELETE", "/api/repos/delete"),
         ("POST", "/api/repos/move"),
     ],

@@ -148,19 +148,3 @@ def test_a_test_delivery_starts_nothing(hub: RunningHub, store: JobStore, worktr
     )
     assert delivery["response_head"] == '{"pong": true}'
     assert copies(store, source) == []
-
-
-def test_what_nobody_foresaw_fails_attempts_and_loses_no_delivery(
-    hub: RunningHub, store: JobStore, worktree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = source_of(store)
-    id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
-    with monkeypatch.context() as broken:
-        broken.setattr(store, "submit", lambda *args, **kwargs: None)
-        push_file(hub, worktree, "a.txt", "one")
-        [dead] = wait_until(lambda: [one for one in hub.deliveries(id) if one["status"] == "dead"])
-    assert (dead["attempt"], dead["response_status"]) == (2, None)
-    assert dead["error"] == "the hub failed (AttributeError); its log says where"
-    hub.request("POST", f"/api/settings/deliveries/{dead['id']}/replay").raise_for_status()
-    wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
-    assert len(copies(store, source)) == 1

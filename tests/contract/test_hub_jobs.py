@@ -22,8 +22,7 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.hub.database import open_database
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.schedules import LABEL, get_scheduled, next_run, start_due
-from pipeline.hub.service import database_path
+from pipeline.hub.schedules import LABEL, next_run, start_due
 from tests.hub_fixtures import SECRET_KEY, RunningHub, push_file, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -188,25 +187,20 @@ def test_a_webhook_starts_copies_of_such_a_job(
     assert hub.api.inspect_job(job_id="j000002").secrets == {}, "as on the Hugging Face Hub"
 
 
-def test_a_scheduled_job_runs_until_it_is_suspended(
+def test_a_scheduled_job_runs_until_it_is_deleted(
     hf: Hf, hub: RunningHub, store: JobStore, runner: None
 ) -> None:
     each_second = "* * * * * *"
     made = hf("scheduled", "run", each_second, "--secrets", "API_KEY", "--quiet", IMAGE, "true")
     id = made.stdout.strip()
     wait_until(lambda: len(store.list(state="COMPLETED")) >= 2)
-    hub.api.suspend_scheduled_job(scheduled_job_id=id)
-    assert all(job.spec.labels[LABEL] == id for job in store.list())
-    [shown] = json.loads(hf("scheduled", "inspect", id, "--json").stdout)
-    assert shown["status"]["last_job"]["id"] == store.list()[0].id
-    assert (shown["suspend"], shown["job_spec"]["secrets"]) == (True, {"API_KEY": "***"})
-    assert json.loads(hf("scheduled", "ps", "--json").stdout) == []
-
-    hub.api.resume_scheduled_job(scheduled_job_id=id)
+    [shown] = json.loads(hf("scheduled", "ps", "--json").stdout)
+    assert (shown["id"], shown["suspend"]) == (id, False)
     [listed] = hub.api.list_scheduled_jobs()
-    assert listed.status.next_job_run_at is not None and not listed.suspend
+    assert listed.job_spec.secrets == {"API_KEY": "***"}
     assert hf("scheduled", "delete", id).returncode == 0
     assert hub.api.list_scheduled_jobs() == []
+    assert all(job.spec.labels[LABEL] == id for job in store.list())
 
 
 def test_missed_runs_run_once_and_a_run_waits_for_no_other(
@@ -216,7 +210,7 @@ def test_missed_runs_run_once_and_a_run_waits_for_no_other(
     due = next_run("0 3 * * *", time.time())
     assert made.status.next_job_run_at is not None
     assert made.status.next_job_run_at.timestamp() == due
-    database, day = open_database(database_path(hub.root)), 86400
+    database, day = open_database(hub.root), 86400
     start_due(database, store, due - 1)
     assert store.list() == []
     start_due(database, store, due + 2.5 * day)
@@ -225,10 +219,11 @@ def test_missed_runs_run_once_and_a_run_waits_for_no_other(
     assert len(store.list()) == 1 and "a run is left out" in caplog.text
     store.cancel("j000001")
     start_due(database, store, due + 4 * day)
-    with database.read() as connection:
-        row = get_scheduled(connection, made.id)
     database.close()
-    assert (row.last_job_id, row.next_run_at) == ("j000002", due + 5 * day)
+    [after] = hub.api.list_scheduled_jobs()
+    assert after.status.last_job is not None and after.status.last_job.id == "j000002"
+    assert after.status.next_job_run_at is not None
+    assert after.status.next_job_run_at.timestamp() == due + 5 * day
 
 
 @pytest.mark.parametrize("wrong", ["daily", "61 * * * *", "0 0 30 2 *", "@reboot"])

@@ -149,25 +149,6 @@ def test_a_revoked_token_is_refused_and_no_token_is_stored(hub: RunningHub) -> N
         assert status(hub, "GET", "/api/datasets/local/shown", wrong) == 401
 
 
-@pytest.mark.parametrize(
-    ("name", "query", "wrong"),
-    [
-        ("a b", {}, "not a valid name for a token"),
-        ("x" * 97, {}, "not a valid name for a token"),
-        ("x", {"role": "admin"}, "choose read or write"),
-        ("twice", {}, "already"),
-    ],
-)
-def test_a_wrong_token_is_not_created(
-    hub: RunningHub, name: str, query: dict[str, str], wrong: str
-) -> None:
-    if name == "twice":
-        made(hub, name)
-    answer = hub.request("POST", f"/api/settings/tokens/{name}", params=query)
-    assert answer.status_code in (400, 404, 409)
-    assert wrong in answer.json()["error"]
-
-
 def test_without_a_token_nothing_is_read(hub: RunningHub) -> None:
     """Each route: property/test_hub_routes.py; git: integration/test_hub_git.py."""
     stranger = HfApi(endpoint=hub.url, token=False)

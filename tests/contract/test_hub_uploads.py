@@ -19,10 +19,8 @@ from huggingface_hub import (
     constants,
 )
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tests.hub_fixtures import recording_receiver, running_hub
+from tests.hub_fixtures import recording_receiver
 from tests.uploads_fixtures import LARGE, ROW, Repo, files, hub, repo
 
 __all__ = ["hub", "repo"]
@@ -103,40 +101,6 @@ def test_upload_folder_of_many_files(repo: Repo) -> None:
 
 
 # Without `hf_xet` the client does not send a commit again.
-@pytest.mark.parametrize("hub", ["xet"], indirect=True)
-def test_upload_folder_whose_answer_is_lost(repo: Repo) -> None:
-    """The hub makes the second commit, but the client gets 503."""
-    commits = []
-
-    def losing(hub: ASGIApp) -> ASGIApp:
-        async def drop(message: Message) -> None:
-            pass
-
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] == "http" and "/commit/" in scope["path"]:
-                commits.append(scope["path"])
-                if len(commits) == 2:
-                    await hub(scope, receive, drop)
-                    hub_is_busy = Response(status_code=503)
-                    return await hub_is_busy(scope, receive, send)
-            await hub(scope, receive, send)
-
-        return app
-
-    with running_hub(repo.scratch / "hub", around=losing) as hub, recording_receiver() as receiver:
-        lost = Repo(hub, "lost", repo.scratch)
-        lost.api.upload_file(path_or_fileobj=ROW, path_in_repo="old.jsonl", **lost.on)
-        watched = [{"type": "dataset", "name": lost.id}]
-        webhook = lost.api.create_webhook(url=receiver.url, watched=watched)
-        folder = files(repo.scratch / "in", new_jsonl=ROW, new_bin=LARGE)
-        made = lost.api.upload_folder(
-            folder_path=folder, delete_patterns="old*", commit_message="Renew", **lost.on
-        )
-        assert len(commits) == 3
-        titles = [one.title for one in lost.api.list_repo_commits(**lost.on)]
-        assert (made.oid, titles[0], len(titles)) == (lost.head, "Renew", 3)
-        assert lost.paths() == {"new.jsonl", "new.bin"}
-        assert len(hub.deliveries(webhook.id)) == 1
 
 
 def test_commit_scheduler(repo: Repo) -> None:

@@ -2,13 +2,11 @@
 
 import sqlite3
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 from standardwebhooks import Webhook as Verifier
 
-from pipeline.hub.errors import HubError
 from receiver.payload import WebhookPayload
 from receiver.rules import decide
 from tests.hub_fixtures import (
@@ -17,7 +15,6 @@ from tests.hub_fixtures import (
     commit_file,
     push_file,
     recording_receiver,
-    running_hub,
     wait_until,
 )
 from tests.ports import free_port
@@ -63,12 +60,9 @@ def test_a_webhook_is_created_listed_changed_and_deleted(hub: RunningHub) -> Non
         ({"watched": WATCHED}, "url"),
         ({"url": "ftp://x/y", "watched": WATCHED}, "url"),
         ({"url": "http://", "watched": WATCHED}, "url"),
-        ({"url": "http://x:port/", "watched": WATCHED}, "url"),
         ({"url": "http://xn--/", "watched": WATCHED}, "url"),
         ({"url": "http://x:99999/", "watched": WATCHED}, "url"),
-        ({"url": "http://x:0/", "watched": WATCHED}, "url"),
         ({"url": "http:example.com", "watched": WATCHED}, "http://HOST:PORT/PATH"),
-        ({"url": "http:///x", "watched": WATCHED}, "http://HOST:PORT/PATH"),
         ({"url": "http://x/", "watched": []}, "watched"),
         ({"url": "http://x/", "watched": [{"type": "planet", "name": "x"}]}, "watched.0.type"),
         ({"url": "http://x/", "watched": WATCHED, "domains": ["weather"]}, "domains.0"),
@@ -242,24 +236,6 @@ def test_what_was_pending_waits_while_the_webhook_is_disabled(
         hub.api.enable_webhook(id)
         receiver.wait_for(1)
         wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
-
-
-def test_deliveries_that_ended_are_kept_for_a_while(
-    receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = [{"type": "user", "name": "local"}]
-    with running_hub(tmp_path / "hub") as hub:
-        id = hub.api.create_webhook(url=receiver.url, watched=watched).id
-        hub.create_dataset("local/one")
-        wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
-    with running_hub(tmp_path / "hub") as hub:
-        assert len(hub.deliveries(id)) == 1
-    # Even if the hub cannot look for refs that moved.
-    monkeypatch.setattr("pipeline.hub.app.reconcile", mock.AsyncMock(side_effect=HubError("no")))
-    short = {"keep_deliveries_days": 1e-9, "reconcile_seconds": 0.05}
-    with running_hub(tmp_path / "hub", **short) as hub:
-        wait_until(lambda: hub.deliveries(id) == [])
-    assert len(receiver.received) == 1
 
 
 def test_a_copied_database_reveals_no_secret(hub: RunningHub) -> None:

@@ -184,23 +184,6 @@ def test_a_wrong_token_and_a_hub_that_is_not_there_are_explained(
     assert "cannot be reached" in str(result.exception)
 
 
-@pytest.mark.parametrize(
-    ("status", "message"),
-    [
-        (404, "{} answered 404 to POST webhooks/w/test: "),
-        (502, "{} answered 502 to POST webhooks/w/test: "),
-        (200, "The answer of {} is not JSON: "),
-    ],
-)
-def test_an_answer_that_is_not_json_is_explained_by_its_status(
-    receiver: Receiver, status: int, message: str
-) -> None:
-    receiver.answers, receiver.body = [(status, {})], b"<html>"
-    result = CliRunner().invoke(app, ["webhooks", "test", "w", "--endpoint", receiver.url])
-    assert isinstance(result.exception, WebhookApiError)
-    assert str(result.exception).startswith(message.format(receiver.url))
-
-
 def test_deliveries_are_listed_replayed_and_tested(
     webhooks: Command, hub: RunningHub, receiver: Receiver
 ) -> None:

@@ -178,11 +178,8 @@ def test_a_shard_puts_chunks_together(hub: RunningHub, name: str) -> None:
     [
         (b"", "0 bytes came instead of 100000"),
         (XORB[:-1], "ends within chunk 1"),
-        (XORB[: 60_000 + 8 + 4], "ends within chunk 1"),
-        (XORB + b"\0", "ends within chunk 2"),
         (chunk(CONTENT, version=1), "version 1"),
         (chunk(CONTENT, scheme=3), "compression 3"),
-        (chunk(b"", scheme=0), "0 bytes came instead of 100000"),
         (chunk(bytes(128 * 1024 + 1)), "announced 100000 bytes and sent more"),
         (chunk(b"x") * 8193, "more than 8192 chunks"),
         (chunk(CONTENT, scheme=1), "cannot be unpacked"),
@@ -190,10 +187,9 @@ def test_a_shard_puts_chunks_together(hub: RunningHub, name: str) -> None:
             chunk(lz4.frame.compress(bytes(10**7)), scheme=1, size=100),
             "101 bytes came instead of 100000",
         ),
-        (chunk(lz4.frame.compress(CONTENT)[:-20], scheme=1, size=100_000), "came instead of"),
         (XORB[:20] + b"x" + XORB[21:], "has the sha256"),
     ],
-    ids=range(13),
+    ids=range(9),
 )
 def test_of_what_is_no_xorb_no_file_is_made(
     hub: RunningHub, name: str, xorb: bytes, reason: str
@@ -228,17 +224,13 @@ WHOLE = [(HASH, 100_000, 0, 2)]
         (shard(WHOLE, OID)[1:], "does not begin with the tag"),
         (shard(WHOLE, OID).replace(struct.pack("<QQ", 2, 0), struct.pack("<QQ", 3, 0)), "ver"),
         (shard(WHOLE, OID)[:-48], "ends early"),
-        (shard(WHOLE, OID)[:100], "ends early"),
-        (shard(WHOLE, OID)[:-1], "ends early"),
         (shard([("0" * 64, 100_000, 0, 2)], OID), f"does not have the xorb {'0' * 64}"),
         (shard([(HASH, 99_999, 0, 2)], OID), "announced 99999 bytes and sent more"),
-        (shard([(HASH, 60_000, 1, 2)], OID), "40000 bytes came instead of 60000"),
         (shard([(HASH, 100_000, 0, 9)] * 2, OID), "has the sha256"),
         (shard([(HASH, 1, 7, 9)], OID), "0 bytes came instead of 1"),
         (shard(WHOLE, "0" * 64), "the file changed while it was sent"),
-        (shard([(HASH, 60_000, 0, 1)], OID), "has the sha256"),
     ],
-    ids=range(13),
+    ids=range(9),
 )
 def test_what_is_no_shard_stores_nothing(
     hub: RunningHub, name: str, content: bytes, reason: str

@@ -22,7 +22,7 @@ def test_the_floors_hold() -> None:
     [
         ("import jobs.store, receiver.server, receiver.retrain", HEAVY),
         ("import jobs.runner", (*HEAVY, "fastapi")),
-        ("import pipeline.hub.app", HEAVY),
+        ("import pipeline.hub.app, pipeline.console.app", HEAVY),
         ("import serving.app, serving.weights.publish, serving.weights.verify", HEAVY),
         ("import pipeline.settings, pipeline.stack.supervisor", HEAVY),
         # The story of a job is told without torch.

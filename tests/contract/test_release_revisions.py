@@ -19,7 +19,6 @@ from pipeline.hub.events import EventLog
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.releases import Releases, take_release
 from pipeline.hub.repositories import Repositories
-from pipeline.hub.service import database_path
 from pipeline.runner.after_jobs import push_release
 from pipeline.settings import PipelineSettings
 from serving.errors import ReleaseError
@@ -184,7 +183,7 @@ def uploaded(hub: RunningHub, folder: Path, branch: str) -> None:
 
 @pytest.fixture
 def releases(hub: RunningHub, notes: Path) -> Iterator[Releases]:
-    database = open_database(database_path(hub.root))
+    database = open_database(hub.root)
     yield Releases(
         repositories=Repositories(hub.root, database),
         log=EventLog(database=database, hub_url=hub.url),
@@ -259,10 +258,10 @@ def test_a_promoted_release_is_pushed_to_another_hub(
             ids.append(echo_release(notes, seed, max_shard_bytes=shard_bytes).id)
             outcome = JobOutcome(result="promoted", job_id=job.id, release=ids[-1])
             ended = replace(job, outcome=outcome)
-            assert not push_release(pipeline, ended, notes, token=None)
+            push_release(pipeline, ended, notes, token=None)
             assert "there is no token" in caplog.text
-            assert push_release(pipeline, ended, notes, hub.token)
-            assert push_release(pipeline, ended, notes, hub.token)
+            push_release(pipeline, ended, notes, hub.token)
+            push_release(pipeline, ended, notes, hub.token)
         for revision, release_id in zip(("main", *ids), (ids[-1], *ids), strict=True):
             cache = tmp_path / "cache"
             downloaded = hub.api.snapshot_download("me/notes", revision=revision, cache_dir=cache)

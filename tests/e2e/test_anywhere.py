@@ -21,6 +21,7 @@ __all__ = ["podman", "slurm"]
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+AGENT = json.dumps([sys.executable, "-m", "jobs.agent"])
 FOLDERS = ("/usr", "/etc", str(ROOT), sys.prefix, sys.base_prefix)
 
 
@@ -29,21 +30,28 @@ def workplace(request: pytest.FixtureRequest, tmp_path: Path) -> Workplace:
     request.getfixturevalue(request.param)
     workplace = workplace_in(tmp_path)
     configure(workplace)
+    if request.param == "slurm":
+        on_slurm(workplace, "{ cpus = 1 }")
+        return workplace
     settings = workplace.folder / "pipeline.toml"
-    agent = json.dumps([sys.executable, "-m", "jobs.agent"])
-    lines = [f"[launchers.{request.param}]", f"agent = {agent}"]
-    if request.param == "podman":
-        mounts = [f"--volume={folder}:{folder}:ro" for folder in dict.fromkeys(FOLDERS)]
-        options = [*mounts, "--user=65534", "--tmpfs=/tmp", "--env=HOME=/tmp"]
-        options += [f"--env=PYTHONPATH={ROOT}", "--env=PATH=/usr/bin"]
-        lines.append(f"options = {json.dumps(options)}")
-        resources = f'launcher = "podman"\nresources = {{ image = "{IMAGE}" }}'
-    else:
-        lines.append('options = ["--export=PATH,PYTHONPATH,JOB_URL,JOB_TICKET"]')
-        resources = 'launcher = "slurm"\nresources = { cpus = 1 }'
-    text = settings.read_text().replace("debounce_seconds", f"{resources}\ndebounce_seconds")
+    mounts = [f"--volume={folder}:{folder}:ro" for folder in dict.fromkeys(FOLDERS)]
+    options = [*mounts, "--user=65534", "--tmpfs=/tmp", "--env=HOME=/tmp"]
+    options += [f"--env=PYTHONPATH={ROOT}", "--env=PATH=/usr/bin"]
+    lines = ["[launchers.podman]", f"agent = {AGENT}", f"options = {json.dumps(options)}"]
+    where = f'launcher = "podman"\nresources = {{ image = "{IMAGE}" }}\ndebounce_seconds'
+    text = settings.read_text().replace("debounce_seconds", where)
     settings.write_text("\n".join(lines) + "\n" + text)
     return workplace
+
+
+def on_slurm(workplace: Workplace, resources: str) -> None:
+    """Let the jobs of the pipeline run there."""
+    settings = workplace.folder / "pipeline.toml"
+    lines = ["[launchers.slurm]", f"agent = {AGENT}"]
+    lines.append('options = ["--export=PATH,PYTHONPATH,JOB_URL,JOB_TICKET"]')
+    where = f'launcher = "slurm"\nresources = {resources}\ndebounce_seconds'
+    text = settings.read_text().replace("debounce_seconds", where)
+    settings.write_text("\n".join(lines) + "\n" + text)
 
 
 @contextmanager
@@ -98,3 +106,16 @@ def test_pushes_are_trained_there_and_served_here(workplace: Workplace) -> None:
         folder = workplace.home / "jobs" / job["id"]
         assert "train" in (folder / "metrics.jsonl").read_text()
         assert (folder / "evaluation.json").exists()
+
+
+@pytest.mark.timeout(600)
+def test_two_machines_share_a_training(slurm: None, tmp_path: Path) -> None:
+    workplace = workplace_in(tmp_path)
+    configure(workplace)
+    on_slurm(workplace, "{ cpus = 1, nodes = 2 }")
+    with stack_up(workplace):
+        sha = clone(workplace).push({"facts.jsonl": facts(0, 8)})
+        job = workplace.wait_for_job(sha)
+        log = (workplace.home / "jobs" / job["id"] / "log.txt").read_text()
+        assert job["outcome"]["result"] == "promoted", f"{job}\n{log}\n{workplace.logs()}"
+        assert "2 processes train together" in log

@@ -37,7 +37,7 @@ def databases(workplace: Workplace) -> dict[str, Path]:
     (workplace.home / "hub").mkdir()
     jobs, hub = workplace.home / "jobs" / "jobs.sqlite", workplace.home / "hub" / "hub.sqlite"
     JobStore.open(jobs).close()
-    open_database(hub).close()
+    open_database(hub.parent).close()
     return {"jobs": jobs, "hub": hub}
 
 

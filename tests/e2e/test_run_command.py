@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.spec import JobSpec
-from pipeline.cli.jobs_run import _program
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 
@@ -66,11 +65,3 @@ def test_options_that_a_command_does_not_follow_are_refused(
 ) -> None:
     done = CliRunner().invoke(app, ["jobs", "run", *options, "--", "true"])
     assert isinstance(done.exception, PipelineError) and reason in str(done.exception)
-
-
-def test_a_program_that_is_not_there_is_named() -> None:
-    with pytest.raises(PipelineError, match=r"no-such\.sh is not an executable program"):
-        _program("./no-such.sh")
-    with pytest.raises(PipelineError, match="'no-such' on PATH"):
-        _program("no-such")
-    assert _program("sh") == "sh"

@@ -2,14 +2,12 @@
 
 import json
 import os
-import signal
 
 import httpx
 import pytest
 
 from jobs.process import ProcessIdentity, is_alive
 from tests.jobs_fixtures import until
-from tests.ports import free_ports
 from tests.stack_fixtures import (
     Workplace,
     clone,
@@ -39,31 +37,6 @@ def answers(url: str) -> bool:
     except httpx.TransportError:
         return False
     return True
-
-
-def test_two_pipelines_have_one_address(workplace: Workplace) -> None:
-    configure(workplace)
-    port_of_a, port_of_b = free_ports(2)
-    (workplace.folder / "pipeline.toml").write_text(
-        f'[[pipelines]]\nname = "a"\ndataset = "local/a"\nport = {port_of_a}\n'
-        f'[[pipelines]]\nname = "b"\ndataset = "local/b"\nport = {port_of_b}\n'
-    )
-    with stack_up(workplace):
-        url = workplace.url("serving")
-        assert f"gateway    {url}" in (workplace.home / "logs" / "up.log").read_text()
-        urls = {each["name"]: each["url"] for each in workplace.json("status")["services"]}
-        assert urls["gateway"] == url and urls["serve-b"] == f"http://127.0.0.1:{port_of_b}"
-        health = httpx.get(f"{url}/health", timeout=10)
-        assert health.status_code == 503
-        waiting = {name: each["status"] for name, each in health.json()["pipelines"].items()}
-        assert waiting == {"a": "waiting", "b": "waiting"}
-        answer = httpx.post(f"{url}/v1/completions", json={"model": "c", "prompt": "x"})
-        assert answer.status_code == 404 and "a, b" in answer.text
-        before = children(workplace)
-        os.kill(before["gateway"].pid, signal.SIGKILL)
-        until(lambda: children(workplace).get("gateway") not in (None, before["gateway"]))
-        until(lambda: answers(url))
-    assert not answers(url)
 
 
 def test_a_killed_stack_leaves_nothing_behind_after_the_next_start(workplace: Workplace) -> None:

@@ -94,7 +94,7 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
     home, settings, now = Home(tmp_path), load_settings(), time.time()
     home.hub_dir.mkdir()
     home.jobs_dir.mkdir()
-    database = open_database(home.hub_dir / "hub.sqlite")
+    database = open_database(home.hub_dir)
     with JobStore.open(home.jobs_database, clock=lambda: now) as store:
         copied, old, of_a_release, newest = (end_one(store) for _ in range(4))
         release = Release(
@@ -130,12 +130,13 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
 
 
 def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> None:
-    home, long_ago = Home(tmp_path), time.time() - 1000 * 86400
+    home, now = Home(tmp_path), 0.0
     (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).mkdir(parents=True)
     home.jobs_dir.mkdir()
-    with JobStore.open(home.jobs_database, clock=lambda: long_ago) as store:
+    with JobStore.open(home.jobs_database, clock=lambda: now) as store:
         folder = home.jobs_dir / end_one(store).id
         folder.mkdir()
+        now = 1000 * 86400.0
         with pytest.raises(OSError, match=RELEASE_FILE):
             prune(Settings(), home, store)
         assert folder.is_dir()

@@ -19,10 +19,10 @@ from sqlalchemy import create_engine, text
 
 from jobs.agent import BEAT_NOW, Attempt, ForkServer
 from jobs.attempt import AttemptInStore
+from jobs.database import locked
 from jobs.folder import COMPUTING, LOG, OUTCOME
 from jobs.job import Job
 from jobs.process import process_here
-from jobs.schema import locked
 from jobs.store import JobStore
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, program
 from tests.jobs_fixtures import is_gone, pids_in, spec, until

@@ -170,13 +170,7 @@ def test_special_tokens_are_put_before_a_prompt_unless_not_wanted(tmp_path: Path
     ("body", "param"),
     [
         ({"bad_words": ["no"]}, "bad_words"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"priority": 1}, "priority"),
-        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
-        ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
         (
             {"stream": True, "stream_options": {"continuous_usage_stats": True}},
             "continuous_usage_stats",

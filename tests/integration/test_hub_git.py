@@ -229,17 +229,3 @@ def test_requests_that_are_not_gits_are_refused(hub: RunningHub, worktree: Path)
     )
     assert garbage.status_code in (200, 400, 500)  # git's own words; the hub goes on:
     assert hub.request("GET", "/health").status_code == 200
-
-
-def test_a_thousand_tags_at_once_are_one_event(
-    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
-) -> None:
-    sha = commit_file(hub, worktree, "a.txt", "1")
-    tags = "".join(f"create refs/tags/v{number} {sha}\n" for number in range(1000))
-    run_git("update-ref", "--stdin", cwd=worktree, env=hub.git_env, stdin=tags)
-    hub.git("push", "-q", "--mirror", "origin", cwd=worktree)
-    [received] = receiver.wait_for(1)
-    assert len(received.json["updatedRefs"]) == 1001
-    assert received.json["updatedRefs"][0]["ref"] == "refs/heads/main"
-    [delivery] = hub.deliveries(webhook)
-    assert (delivery["ref"], len(delivery["updated_refs"])) == ("refs/heads/main", 1001)

@@ -109,22 +109,6 @@ def test_a_tag_is_no_branch(hub: RunningHub, name: str) -> None:
     assert hub.api.list_repo_refs(name, repo_type="dataset").tags == before
 
 
-@pytest.mark.parametrize(
-    "path, content, reason",
-    [
-        (".gitmodules", '[submodule "a"]\nurl = https://x\n', "by a push with git"),
-        ("a/.GITMODULES", "", "by a push with git"),
-        ("a\\gitmod~1", "", "by a push with git"),
-    ],
-)
-def test_what_git_checks_in_a_push_is_refused_in_a_commit(
-    hub: RunningHub, name: str, path: str, content: str, reason: str
-) -> None:
-    assert is_refused(commit(hub, name, file("b.txt"), file(path, content)), reason)
-    assert hub.api.list_repo_files(name, repo_type="dataset") == [".gitattributes"]
-    assert fsck(hub, name) == ""
-
-
 def test_a_file_that_no_clone_can_check_out_is_refused_and_may_be_deleted(
     hub: RunningHub, name: str
 ) -> None:

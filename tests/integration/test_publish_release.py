@@ -130,22 +130,6 @@ def reseal(folder: Path, **changes: object) -> None:
     (folder / "release.json").write_text(sealed.model_dump_json())
 
 
-def test_every_disagreement_names_file_and_tensor(tmp_path: Path) -> None:
-    folder, release = published(tmp_path, tied=False)
-    name = "model.norm.weight"
-    shard = release.tensors[name].file
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    del index["weight_map"][name]
-    index["weight_map"]["model.surplus.weight"] = shard
-    path.write_text(json.dumps(index))
-    reseal(folder)
-    reasons = verify_release(folder)
-    assert len(reasons) == 2
-    assert any(f"tensor {name}: missing, but {shard} in" in reason for reason in reasons)
-    assert any("model.surplus.weight" in reason for reason in reasons)
-
-
 def test_a_surplus_tensor_in_a_shard_is_refused(tmp_path: Path) -> None:
     folder, release = published(tmp_path, tied=False)
     tensors = dict(release.tensors)
@@ -198,7 +182,7 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
     (folder / "release.json").write_text(
         release.model_copy(update={"files": files}).model_dump_json()
     )
-    assert any("plain file name" in reason for reason in verify_release(folder))
+    assert any("../secret.json" in reason for reason in verify_release(folder))
 
 
 def test_too_small_a_disk_is_seen_before_writing(

@@ -35,7 +35,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        database = open_database(root / "hub.sqlite")
+        database = open_database(root)
         log = EventLog(database=database, hub_url="http://hub")
         with database.write() as connection:
             repository = add_row(connection, root, NAME)

@@ -199,7 +199,7 @@ class StackUnderFire:
                 found["resource tracker"].append(pid)
             elif "multiprocessing.forkserver" in line:
                 found["fork server"].append(pid)
-            elif "-m pipeline jobs runner" in line:
+            elif "-m pipeline runner" in line:
                 found["runner"].append(pid)
             for name in ("hub", "receiver", "serve", "up"):
                 if f"-m pipeline {name}" in line:

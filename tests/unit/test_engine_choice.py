@@ -70,4 +70,4 @@ def test_what_installs_an_extra_is_a_command_for_a_checkout() -> None:
         for extras in re.findall(r"pip install (?:\S+ )?'(?:\.|/src)\[([\w,]+)\]'", text):
             named |= set(extras.split(","))
     assert {"torch", "vllm", "postgres"} <= named <= set(known)
-    assert "'/src[torch,vllm]'" in (root / "Dockerfile.gpu").read_text()
+    assert "'/src[torch,vllm,postgres]'" in (root / "Dockerfile.gpu").read_text()

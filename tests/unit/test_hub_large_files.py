@@ -28,13 +28,6 @@ def receive(files: LargeFiles, content: bytes, oid: str = OID, size: int = len(C
     asyncio.run(files.receive(pieces(content), oid, size))
 
 
-def read(files: LargeFiles, start: int, length: int) -> bytes:
-    async def act() -> bytes:
-        return b"".join([piece async for piece in files.read(OID, start=start, length=length)])
-
-    return asyncio.run(act())
-
-
 def on_disk(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
@@ -51,8 +44,7 @@ def test_what_came_is_read_back_from_the_layout_of_git_lfs(
     receive(files, CONTENT)
     assert files.size(OID) == len(CONTENT)
     assert on_disk(tmp_path) == [f"lfs/objects/{OID[:2]}/{OID[2:4]}/{OID}"]
-    assert read(files, 0, len(CONTENT)) == CONTENT
-    assert read(files, CHUNK_BYTES - 3, 7) == CONTENT[CHUNK_BYTES - 3 : CHUNK_BYTES + 4]
+    assert files.path(OID).read_bytes() == CONTENT
     assert list(files.oids()) == [OID]
 
 
@@ -83,7 +75,7 @@ def test_two_clients_bring_the_same_file_at_once(files: LargeFiles, tmp_path: Pa
 
     asyncio.run(both())
     assert len(on_disk(tmp_path)) == 1
-    assert read(files, 0, len(CONTENT)) == CONTENT
+    assert files.path(OID).read_bytes() == CONTENT
 
 
 def test_a_repository_that_is_removed_meanwhile_is_told(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Kept:
     """An outbox with one delivery, as old as a test makes it."""
 
     def __init__(self, folder: Path) -> None:
-        self.database: Database = open_database(folder / "hub.sqlite")
+        self.database: Database = open_database(folder)
         self._log = EventLog(database=self.database, hub_url="http://hub")
         name = RepositoryName(type="dataset", owner="local", name="facts")
         watched = (HubWatchedItem(type="dataset", name="local/facts"),)

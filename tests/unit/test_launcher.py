@@ -103,7 +103,7 @@ def submitted(engine: Engine, preset: str, resources: Resources) -> tuple[str, d
             "slurm",
             {"image"},
             f"--parsable --job-name={NAME} --no-requeue --export=PATH,JOB_URL,JOB_TICKET "
-            f"--output=/tmp/{NAME}.log --nodes=2 --cpus-per-task=2 --mem=16G --gpus=1 "
+            f"--output=/tmp/{NAME}.log --nodes=2 --cpus-per-task=2 --mem=16G --gpus-per-node=1 "
             "--partition=fast --time=2 script",
         ),
         (

@@ -197,7 +197,7 @@ def gradient(monkeypatch: pytest.MonkeyPatch, plan: TrainingPlan, visited: int) 
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", step)
         loop._step(
-            model,
+            loop.Whole(model),
             loop._optimizer(model, settings),
             plan,
             [[index] for index in range(visited)],

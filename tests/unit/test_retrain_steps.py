@@ -278,10 +278,10 @@ def test_the_curve_in_bfloat16_is_that_in_float32(
 def test_a_step_without_memory_says_what_to_lower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **named: object) -> None:
         raise torch.OutOfMemoryError("2 GiB")
 
-    monkeypatch.setattr(loop, "predict", fail)
+    monkeypatch.setattr(loop, "losses", fail)
     with pytest.raises(TrainError, match=r"lower `train.micro_batch_tokens` .*2 GiB"):
         learn(tmp_path)
 

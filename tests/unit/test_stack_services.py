@@ -18,7 +18,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 from pipeline.stack.record import Child, StackRecord, running_settings
-from pipeline.stack.services import Service, check_port, services_of
+from pipeline.stack.services import Service, check_port, choose, services_of
 from pipeline.stack.supervisor import Stack
 from tests.ports import free_port
 
@@ -181,3 +181,11 @@ def test_a_service_that_must_be_restarted_is_not_ready(
     stack = Stack(Home(tmp_path), [Service(name="hub", arguments=("--help",), url=url)])
     with pytest.raises(PipelineError, match=r"hub answered .* must be restarted; its log: .*hub"):
         stack.start()
+
+
+def test_a_part_of_the_stack_is_chosen_and_unknown_names_get_the_list(file: Path) -> None:
+    file.write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    services = services_of(load_settings())
+    assert [each.name for each in choose("receiver,hub", services)] == ["hub", "receiver"]
+    with pytest.raises(PipelineError, match=r"hubb.*choose from hub, serve, runner, receiver"):
+        choose("hubb", services)

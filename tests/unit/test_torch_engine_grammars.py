@@ -45,11 +45,6 @@ def regex(text: str, **settings: Any) -> Generation:
     )
 
 
-def text_of(token_ids: list[int]) -> str:
-    found: str = TOKENIZER.decode(token_ids)
-    return found
-
-
 async def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> None:
     a, b = TOKENIZER.encode("ab").ids
     stuck = regex("aaab", allowed_token_ids=(a,))

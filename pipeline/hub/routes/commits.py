@@ -1,9 +1,13 @@
 """API routes for commits: `validate-yaml` checks a README before a client commits it, `preupload`
 tells a client how to send each file, and `commit` makes the commit."""
 
-from collections.abc import Mapping, Sequence
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated
+from io import SEEK_END
+from tempfile import TemporaryFile
+from typing import IO, Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import Base64Bytes, BaseModel, Field
@@ -14,26 +18,22 @@ from starlette.responses import JSONResponse
 from pipeline.hub.commits import (
     MAX_GIT_BYTES,
     CommitBody,
-    attributes_files,
+    build_commit,
     first_commit,
-    import_commit,
     make_commit,
-    planned_changes,
 )
 from pipeline.hub.contents import (
     IGNORE_FILE,
-    Entry,
     find_paths,
     ignored_paths,
     large_file_paths,
     parse_card,
-    read_commit,
-    read_tree,
+    read_path,
     resolve_revision,
 )
 from pipeline.hub.errors import Conflict, RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
-from pipeline.hub.git import PULL_REQUEST_PREFIX, git
+from pipeline.hub.git import PULL_REQUEST_PREFIX
 from pipeline.hub.http_json import (
     MAX_BODY_BYTES,
     Json,
@@ -41,21 +41,23 @@ from pipeline.hub.http_json import (
     hub_url,
     json_body,
 )
+from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
 from pipeline.hub.repositories import (
-    OPEN,
     RefChange,
     Repository,
+    RepositoryName,
     new_file_path,
     open_bases,
     read_refs,
     remember,
 )
 from pipeline.hub.routes.discussions import (
+    MAX_TEXT,
     MAX_TITLE,
-    list_discussions,
     open_discussion,
+    ref_of,
 )
-from pipeline.hub.service import API, HubOf, Identity, Named, Received, Writer, readable
+from pipeline.hub.service import API, Hub, HubOf, Identity, Named, Received, Writer, readable
 from receiver.rules import DEFAULT_BRANCH
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
@@ -86,6 +88,9 @@ class Readme(BaseModel):
 Made = tuple[str, Sequence[RefChange], int | None]
 """The sha of a commit, the changes about which the hub may have remarks for the client, and the
 number of the pull request that it opened."""
+Act = Callable[[EventLog, Repository, Identity, str, CommitBody], Made]
+Files = Mapping[str, IO[bytes]]
+"""The contents of files by their paths."""
 
 router = APIRouter()
 checks = APIRouter()
@@ -129,9 +134,10 @@ async def preupload(
         repository = find()
         _, head = find_branch(repository, revision)
         assert head is not None  # there is a commit, see above
-        tree = read_tree(repository, head)
-        tracked = large_file_paths(repository, attributes_files(tree), paths)
-        ignored = _ignored(repository, tree, body.gitIgnore, paths)
+        tracked = large_file_paths(repository, head, paths)
+        given = body.gitIgnore
+        patterns = read_path(repository, head, IGNORE_FILE) if given is None else given.encode()
+        ignored = ignored_paths(repository, patterns, paths) if patterns else set()
         there = {
             each.path: each.oid if each.lfs is None else each.lfs.oid
             for each in find_paths(repository, head, paths)
@@ -162,16 +168,8 @@ async def commit(
 ) -> JSONResponse:
     """Makes one commit with all operations, or fails and makes none. With `create_pr`, the commit
     goes to a new pull request."""
-    async with hub.commit_slots:
-        body = await run_in_threadpool(CommitBody, file)
     act = commit_to_pull_request if create_pr else commit_to_branch
-    # Find the repository again: while the body came in, another one may have got its name. Take the
-    # slot after the lock. Otherwise a request that waits for the lock would hold a slot, which
-    # another request could use.
-    async with hub.locked(name) as repository, hub.commit_slots:
-        made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
-        sha, changes, num = made
-        remarks = await run_in_threadpool(hub.remarks, repository, changes)
+    sha, repository, num, remarks = await commit_file(hub, identity, name, revision, file, act)
     web = f"{hub_url(request)}/{repository.name.path}"
     answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
     if num is not None:
@@ -179,17 +177,64 @@ async def commit(
     return JSONResponse(answer, headers=client_warning(sha, remarks))
 
 
-def _ignored(
-    repository: Repository, tree: Mapping[str, Entry], given: str | None, paths: Sequence[str]
-) -> set[str]:
-    """The paths that `.gitignore` excludes: the `.gitignore` that the client sends (`given`), or
-    else the `.gitignore` in the repository."""
-    if given is not None:
-        return ignored_paths(repository, given.encode(), paths)
-    there = tree.get(IGNORE_FILE)
-    if there is None or there.type != "file":
-        return set()
-    return ignored_paths(repository, git(repository.folder, "cat-file", "blob", there.oid), paths)
+async def commit_file(
+    hub: Hub, identity: Identity, name: RepositoryName, revision: str, file: IO[bytes], act: Act
+) -> tuple[str, Repository, int | None, Sequence[str]]:
+    """Makes the commit whose body is in `file`. Returns its sha, its repository, the number of the
+    pull request that it opened, and the remarks for the client."""
+    async with hub.commit_slots:
+        body = await run_in_threadpool(CommitBody, file)
+    # Find the repository again: while the body came in, another one may have got its name. Take the
+    # slot after the lock. Otherwise a request that waits for the lock would hold a slot, which
+    # another request could use.
+    async with hub.locked(name) as repository, hub.commit_slots:
+        made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
+        sha, changes, num = made
+        remarks = await run_in_threadpool(hub.remarks, repository, changes)
+    return sha, repository, num, remarks
+
+
+async def commit_contents(
+    hub: Hub,
+    identity: Identity,
+    name: RepositoryName,
+    revision: str,
+    parent: str | None,
+    summary: str,
+    files: Files,
+) -> str:
+    """Makes a commit of these files, by their paths, on top of the commit `parent`, and returns its
+    sha. Raises PreconditionFailed if the branch is at another commit."""
+    repository = await run_in_threadpool(hub.repositories.find, name)
+    with TemporaryFile(dir=hub.repositories.incoming) as body:
+        await run_in_threadpool(_write_body, body, repository, parent, summary, files)
+        made = await commit_file(hub, identity, name, revision, body, commit_to_branch)
+    return made[0]
+
+
+def _write_body(
+    body: IO[bytes], repository: Repository, parent: str | None, summary: str, files: Files
+) -> None:
+    """Writes what a client would send, and stores the large files."""
+    head = None if parent is None else resolve_revision(repository, parent)
+    tracked = set() if head is None else large_file_paths(repository, head, files)
+
+    def write(key: str, **value: object) -> None:
+        body.write(json.dumps({"key": key, "value": value}).encode() + b"\n")
+
+    write("header", summary=summary, parentCommit=head)
+    for path, file in files.items():
+        size = file.seek(0, SEEK_END)
+        file.seek(0)
+        planned = PlannedFile.model_construct(path=path, size=size, sample=file.read(512))
+        file.seek(0)
+        if planned.is_large or path in tracked:
+            read = iter(partial(file.read, CHUNK_BYTES), b"")
+            oid = LargeFiles(repository.folder).store(read, None, size)
+            write("lfsFile", path=path, oid=oid)
+        else:
+            content = base64.b64encode(file.read()).decode()
+            write("file", path=path, content=content, encoding="base64")
 
 
 def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
@@ -224,38 +269,17 @@ def commit_to_pull_request(
     base, head = find_branch(repository, revision, or_pull_request=False)
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
-    changes = planned_changes(repository, start, body)
-    sha = import_commit(repository, start, body.header.message, identity.signature, changes)
-    earlier = _opened_before(log, repository, identity, base, sha)
-    if earlier is not None:
-        return earlier
+    sha = build_commit(repository, start, body, identity.signature)
     opened = open_discussion(
         log,
         repository,
         identity,
-        title=body.header.summary[:MAX_TITLE],
-        text=body.header.description or body.header.summary,
+        title=" ".join(body.header.summary.split())[:MAX_TITLE],
+        text=(body.header.description or body.header.summary)[:MAX_TEXT],
         base=base,
         head=sha,
     )
-    return sha, [RefChange(ref=opened.ref, old_sha=start, new_sha=sha)], opened.num
-
-
-def _opened_before(
-    log: EventLog, repository: Repository, identity: Identity, base: str, sha: str
-) -> Made | None:
-    """The pull request that an earlier try of the same request has opened. A client that lost the
-    answer sends the request again. The commits then differ only in their time."""
-    with log.database.read() as connection:
-        present = list_discussions(connection, repository, OPEN)
-    heads, wanted = read_refs(repository), read_commit(repository, sha)
-    for each in present:
-        if each.base != base or each.author != identity.user:
-            continue
-        head = heads.get(each.ref)
-        if head is not None and read_commit(repository, head) == wanted:
-            return head, (), each.num
-    return None
+    return sha, [RefChange(ref=ref_of(opened.num), old_sha=start, new_sha=sha)], opened.num
 
 
 def find_branch(

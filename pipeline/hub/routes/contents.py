@@ -1,30 +1,26 @@
 """API routes that list repositories, and describe one, its trees, commits and files."""
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO, Annotated
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Depends, Query
-from sqlalchemy import select
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse
 
-from pipeline.formats import Pointer
 from pipeline.hub.contents import (
     README,
-    SMALL_FILE_BYTES,
-    Card,
     Entry,
     find_paths,
     list_commits,
     list_tree,
     parse_card,
-    read_file,
+    read_path,
     resolve_revision,
-    stream_file,
 )
-from pipeline.hub.database import refs
 from pipeline.hub.errors import (
     BadRequest,
     EntryNotFound,
@@ -32,11 +28,11 @@ from pipeline.hub.errors import (
     NotSupported,
     RevisionNotFound,
 )
+from pipeline.hub.git import git
 from pipeline.hub.http_json import Json, file_answer, iso_time, read_body
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.repositories import Repository
+from pipeline.hub.repositories import Repository, known_heads
 from pipeline.hub.service import API, FILES, TYPES, HubOf, Readable
-from receiver.rules import DEFAULT_BRANCH
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
@@ -66,8 +62,7 @@ def list_repositories(
         )
     type = TYPES[request.url.path.removeprefix("/api/")]
     with hub.database.read() as connection:
-        newest = select(refs.c.repository_id, refs.c.sha).where(refs.c.ref == DEFAULT_BRANCH)
-        heads = {row.repository_id: row.sha for row in connection.execute(newest)}
+        heads = known_heads(connection)
     found = [
         described(repository, heads.get(repository.id))
         for repository in sorted(
@@ -151,9 +146,25 @@ def commits(
     return JSONResponse(found[:limit], headers=headers)
 
 
+def scratch_file() -> Iterator[IO[bytes]]:
+    """An empty file that exists until the answer is sent. It is in the system's folder for such
+    files, because the hub's disk may be full."""
+    with NamedTemporaryFile() as file:
+        yield file
+
+
+Scratch = Annotated[IO[bytes], Depends(scratch_file)]
+
+
 @files.api_route("/resolve/{revision:part}/{path:rest}", methods=["GET", "HEAD"])
 @files.api_route("/resolve/{revision:part}", methods=["GET", "HEAD"])
-def resolve(request: Request, repository: Readable, revision: str, path: str = "") -> Response:
+def resolve(
+    request: Request,
+    repository: Readable,
+    scratch: Scratch,
+    revision: str,
+    path: str = "",
+) -> FileResponse:
     """The bytes of a file. If git has a pointer there, the bytes of the large file that it names.
     HEAD gets only the headers, which a client needs for its cache."""
     commit = resolve_revision(repository, revision)
@@ -162,28 +173,22 @@ def resolve(request: Request, repository: Readable, revision: str, path: str = "
         raise EntryNotFound(
             f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
         )
-    if file.lfs is not None:
-        return _large_file(request, repository, commit, file, file.lfs)
-    headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
-    is_small = request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES
-    content = read_file(repository, file) if is_small else partial(stream_file, repository, file)
-    return file_answer(request, file.size_bytes, headers, content)
-
-
-def _large_file(
-    request: Request, repository: Repository, commit: str, file: Entry, pointer: Pointer
-) -> Response:
+    headers = {"X-Repo-Commit": commit}
+    if file.lfs is None:
+        if request.method == "HEAD":  # only the size of the file is sent
+            scratch.truncate(file.size_bytes)
+        else:
+            git(repository.folder, "cat-file", "blob", file.oid, into=scratch)
+        return file_answer(Path(scratch.name), file.oid, headers)
     large = LargeFiles(repository.folder)
-    size = large.size(pointer.oid)
-    if size is None:
+    if large.size(file.lfs.oid) is None:
         raise NotFound(
-            f"{file.path} of the {repository.name} is a large file, and the hub does not have its "
-            f"content ({pointer.oid}): push it from a clone that has it, with "
+            f"{path} of the {repository.name} is a large file, and the hub does not have its "
+            f"content ({file.lfs.oid}): push it from a clone that has it, with "
             "`git lfs push --all <this hub>`.",
-            headers={"X-Repo-Commit": commit},
+            headers=headers,
         )
-    headers = {"X-Repo-Commit": commit, "ETag": f'"{pointer.oid}"'}
-    return file_answer(request, size, headers, partial(large.read, pointer.oid))
+    return file_answer(large.path(file.lfs.oid), file.lfs.oid, headers)
 
 
 @lru_cache(maxsize=10_000)
@@ -204,10 +209,7 @@ def described(repository: Repository, commit: str | None) -> Json:
     if commit is None:
         return facts
     [newest] = list_commits(repository, commit, limit=1)
-    readme = next(iter(find_paths(repository, commit, [README])), None)
-    card = Card()
-    if readme is not None and readme.type == "file":
-        card = parse_card(read_file(repository, readme).decode(errors="replace"))
+    card = parse_card(read_path(repository, commit, README).decode(errors="replace"))
     facts |= {"lastModified": newest["date"], "tags": card.texts("tags"), "cardData": card.metadata}
     if repository.name.type == "model":
         facts |= {key: text for key in ("pipeline_tag", "library_name") for text in card.texts(key)}

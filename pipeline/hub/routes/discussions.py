@@ -7,17 +7,15 @@ Each change is stored together with its event.
 """
 
 import logging
-import re
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path
-from pydantic import BaseModel
+from pydantic import BaseModel, StringConstraints
 from sqlalchemy import Connection, Row, func, insert, select, update
 from starlette.requests import Request
 
@@ -40,7 +38,7 @@ Status = Literal["draft", "open", "closed", "merged"]
 CLOSED = ("closed", "merged")
 MAX_TITLE = 200
 MAX_TEXT = 64 * 1024
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_PRINTED = r"[^\x00-\x1f\x7f-\x9f]"
 MAX_DIFF_BYTES = 1024 * 1024
 MAX_TITLES = 250
 """How many commits of a pull request the message of its merge names: the newest ones."""
@@ -56,47 +54,34 @@ _NOT_SHOWN = (
 
 router = APIRouter(prefix=f"{API}/discussions")
 Num = Annotated[int, Path(lt=10**9)]
+# Git refuses a NUL character in the message of a merge, and a message begins with one line.
+Title = Annotated[
+    str, StringConstraints(strip_whitespace=True, pattern=rf"^{_PRINTED}{{1,{MAX_TITLE}}}$")
+]
+Text = Annotated[str, StringConstraints(pattern=r"\S", max_length=MAX_TEXT)]
 
 
 class NewDiscussion(BaseModel):
-    title: str
-    description: str
+    title: Title
+    description: Text
     pullRequest: bool = False
 
 
 class NewComment(BaseModel):
-    comment: str
+    comment: Text
 
 
 class Merge(BaseModel):
-    comment: str | None = None
+    comment: Text | Literal[""] | None = None
 
 
 class NewStatus(Merge):
     status: Literal["open", "closed"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Discussion:
-    id: str
-    repository_id: str
-    num: int
-    """The number in the repository, from 1. Discussions and pull requests are counted together."""
-    title: str
-    author: str
-    status: Status
-    created_at: float
-    base: str | None
-    """The full name of the branch that a pull request is for. None for a discussion."""
-    merge_commit: str | None
-
-    @property
-    def is_pull_request(self) -> bool:
-        return self.base is not None
-
-    @property
-    def ref(self) -> str:
-        return f"{PULL_REQUEST_PREFIX}{self.num}"
+def ref_of(num: int) -> str:
+    """The ref of a pull request."""
+    return f"{PULL_REQUEST_PREFIX}{num}"
 
 
 @router.get("")
@@ -108,15 +93,16 @@ def show_all(
     author: str | None = None,
 ) -> Json:
     """The discussions, newest first. `huggingface_hub` reads pages; this is the only one."""
+    wanted = select(table).where(table.c.repository_id == repository.id)
+    if status != "all":
+        wanted = wanted.where(table.c.status.in_(OPEN if status == "open" else CLOSED))
+    if type != "all":
+        wanted = wanted.where(table.c.base.is_(None) == (type == "discussion"))
+    if author is not None:
+        wanted = wanted.where(table.c.author == author)
     with hub.database.read() as connection:
-        statuses = {"all": (*OPEN, *CLOSED), "open": OPEN, "closed": CLOSED}[status]
-        found = list_discussions(connection, repository, statuses)
-    shown = [
-        _as_json(one, repository)
-        for one in found
-        if author in (None, one.author)
-        and (type == "all" or one.is_pull_request == (type == "pull_request"))
-    ]
+        rows = connection.execute(wanted.order_by(table.c.num.desc())).all()
+    shown = [_as_json(row, repository) for row in rows]
     return {"discussions": shown, "count": len(shown), "start": 0}
 
 
@@ -132,7 +118,7 @@ def show(hub: HubOf, repository: Readable, num: Num, diff: bool = False) -> Json
         document["changes"] = {"base": discussion.base, "mergeCommitId": discussion.merge_commit}
         document["filesWithConflicts"] = None  # not known before a merge, which names them
         if diff:
-            document["diff"] = difference(repository, discussion.base, discussion.ref)
+            document["diff"] = difference(repository, discussion.base, ref_of(num))
     return document
 
 
@@ -155,7 +141,7 @@ def create(
     )
     return {
         "num": made.num,
-        "pullRequest": made.is_pull_request,
+        "pullRequest": body.pullRequest,
         "url": f"{hub_url(request)}/{repository.name.path}/discussions/{made.num}",
     }
 
@@ -207,12 +193,12 @@ def merge(
     if found.status not in OPEN:
         raise Conflict(f"Pull request {num} is {found.status} already: merge an open one.")
     refs = read_refs(repository)
-    if found.base not in refs or found.ref not in refs:
+    if found.base not in refs or ref_of(num) not in refs:
         raise Conflict(
-            f"{found.base} or {found.ref} does not exist, so pull request {num} "
+            f"{found.base} or {ref_of(num)} does not exist, so pull request {num} "
             "cannot be merged: open another one."
         )
-    base, head = refs[found.base], refs[found.ref]
+    base, head = refs[found.base], refs[ref_of(num)]
     titles = ("--reverse", f"--max-count={MAX_TITLES}", "--format=- %s (%H)", f"{base}..{head}")
     listed = git(repository.folder, "log", *titles).decode(errors="replace")
     message = f"{found.title} (#{num})\n\n{listed}"
@@ -238,11 +224,10 @@ def open_discussion(
     status: Status = "open",
     base: str | None,
     head: str | None = None,
-) -> Discussion:
+) -> Row[Any]:
     """Opens a discussion, or a pull request for the branch `base`. The pull request's ref first
     points to the commit `head`, or to the newest commit of `base` if `head` is None. The caller
-    holds the repository's lock. Raises BadRequest if the branch does not exist, or if the title or
-    the text is wrong."""
+    holds the repository's lock. Raises BadRequest if the branch does not exist."""
     refs = read_refs(repository)
     if base is not None and base not in refs:
         raise BadRequest(f"The {repository.name} has no commit on {base}: push one first.")
@@ -257,7 +242,7 @@ def open_discussion(
                 id=token_hex(12),
                 repository_id=repository.id,
                 num=num,
-                title=checked_title(title),
+                title=title,
                 author=identity.user,
                 status=status,
                 base=base,
@@ -268,7 +253,7 @@ def open_discussion(
         change = _Change(connection, log, repository, identity.user)
         change.comment(found, text, scope="discussion")
     if base is not None:
-        git(repository.folder, "update-ref", found.ref, head or refs[base], NO_REF)
+        git(repository.folder, "update-ref", ref_of(num), head or refs[base], NO_REF)
         record_ref_changes(repository, log)
     return found
 
@@ -283,15 +268,10 @@ class _Change:
     author: str
 
     def comment(
-        self, discussion: Discussion, text: str, scope: str = "discussion.comment"
+        self, discussion: Row[Any], text: str, scope: str = "discussion.comment"
     ) -> Row[Any]:
         """Adds a comment, and returns its row. The event of a new discussion has the first comment
-        and the scope `discussion`. Raises BadRequest."""
-        if not text.strip() or len(text) > MAX_TEXT:
-            raise BadRequest(
-                f"A comment must have 1 to {MAX_TEXT} characters and not only white space, and "
-                f"this one has {len(text)}."
-            )
+        and the scope `discussion`."""
         added = self._add(discussion, "comment", text)
         self._tell("create", scope, discussion, added)
         return added
@@ -319,7 +299,7 @@ class _Change:
         self._tell("update", "discussion", after)
         return changed
 
-    def _add(self, discussion: Discussion, type: str, text: str) -> Row[Any]:
+    def _add(self, discussion: Row[Any], type: str, text: str) -> Row[Any]:
         values = {"type": type, "author": self.author, "created_at": time.time(), "text": text}
         added = insert(events).values(id=token_hex(12), discussion_id=discussion.id, **values)
         return self.connection.execute(added.returning(events)).one()
@@ -328,7 +308,7 @@ class _Change:
         self,
         action: EventAction,
         scope: str,
-        discussion: Discussion,
+        discussion: Row[Any],
         comment: Row[Any] | None = None,
     ) -> None:
         name, hub, page = self.repository.name, self.log.hub_url, f"discussions/{discussion.num}"
@@ -337,7 +317,7 @@ class _Change:
             "id": discussion.id,
             "num": discussion.num,
             "title": discussion.title,
-            "isPullRequest": discussion.is_pull_request,
+            "isPullRequest": discussion.base is not None,
             "status": discussion.status,
             "author": {"id": owner_id(discussion.author)},
             "url": {"web": web, "api": api},
@@ -358,7 +338,7 @@ class _Change:
         self.log.record(self.connection, self.repository, event)
 
 
-def find_discussion(connection: Connection, repository: Repository, num: int) -> Discussion:
+def find_discussion(connection: Connection, repository: Repository, num: int) -> Row[Any]:
     """Raises NotFound."""
     of_repository = table.c.repository_id == repository.id
     row = connection.execute(select(table).where(of_repository, table.c.num == num)).one_or_none()
@@ -367,30 +347,7 @@ def find_discussion(connection: Connection, repository: Repository, num: int) ->
             f"The {repository.name} has no discussion and no pull request {num}: list them to find "
             "its number."
         )
-    return Discussion(**row._asdict())
-
-
-def list_discussions(
-    connection: Connection, repository: Repository, statuses: Sequence[str]
-) -> list[Discussion]:
-    """The discussions and pull requests of the repository, newest first."""
-    wanted = select(table).where(
-        table.c.repository_id == repository.id, table.c.status.in_(statuses)
-    )
-    rows = connection.execute(wanted.order_by(table.c.num.desc()))
-    return [Discussion(**row._asdict()) for row in rows]
-
-
-def checked_title(title: str) -> str:
-    """The title in one line. Raises BadRequest if it cannot be a title."""
-    line = " ".join(title.split())
-    # The title becomes the message of the merge commit. Git refuses a NUL character there.
-    if not line or len(line) > MAX_TITLE or _CONTROL.search(line):
-        raise BadRequest(
-            f"A title must have 1 to {MAX_TITLE} characters and no control characters, and this "
-            f"one has {len(line)} characters: change it."
-        )
-    return line
+    return row
 
 
 def difference(repository: Repository, base: str, head: str) -> str:
@@ -451,14 +408,14 @@ def squash(repository: Repository, base: str, head: str, *, message: str, author
     return commit.decode().strip()
 
 
-def _as_json(discussion: Discussion, repository: Repository) -> Json:
+def _as_json(discussion: Row[Any], repository: Repository) -> Json:
     return {
         "num": discussion.num,
         "title": discussion.title,
         "status": discussion.status,
         "author": {"name": discussion.author, "type": "user"},
         "repo": {"name": repository.name.id, "type": repository.name.type},
-        "isPullRequest": discussion.is_pull_request,
+        "isPullRequest": discussion.base is not None,
         "createdAt": iso_time(discussion.created_at),
         "pinned": False,
         "locked": False,

@@ -50,7 +50,9 @@ router = APIRouter(prefix=FILES, dependencies=[Depends(_check)])
 async def list_refs(request: Request, hub: HubOf, repository: Readable, body: Received) -> Response:
     async with hub.git_slots["list"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
-        status, headers, answer = git.parse_answer(await git.run(variables, body))
+        status, headers, answer = git.parse_answer(
+            await run_in_threadpool(git.run, variables, body)
+        )
     return _with_headers(Response(answer, status), headers)
 
 
@@ -83,7 +85,7 @@ async def push(request: Request, hub: HubOf, name: Named, body: Received) -> Res
     async with hub.locked(name) as repository, hub.git_slots["push"]:
         variables = await run_in_threadpool(_environment, hub, request, repository, body)
         # Git runs to its end even if the client goes away, because it may have moved refs already.
-        done = await git.run(variables, body)
+        done = await run_in_threadpool(git.run, variables, body)
         if done.returncode != 0:  # git may have left locks
             await run_in_threadpool(clear_repository, repository.folder)
         # The event must be on disk before the client gets git's "ok".

@@ -11,33 +11,29 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator
 from io import IncrementalNewlineDecoder
-from pathlib import Path
 from secrets import token_hex
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy import Row, delete, insert, select
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from jobs.errors import JobNotFound, SealBroken
-from jobs.folder import LOG, read_log, tail_offset
+from jobs.folder import read_log, tail_offset
 from jobs.job import Job, JobState, seal, unseal
 from jobs.spec import JobSpec
 from pipeline.hub.database import scheduled_jobs as table
 from pipeline.hub.errors import BadRequest, NotFound, NotSupported
 from pipeline.hub.events import owner_id
 from pipeline.hub.http_json import Json, client_warning, iso_time, json_body
-from pipeline.hub.schedules import get_scheduled, next_run
+from pipeline.hub.schedules import next_run
 from pipeline.hub.service import Hub, HubOf, hubs_own, person
 
 _PAGE = 200
 _POLL_SECONDS = 0.25
-_POLLS_PER_LOOK = 4
-"""The size of a log is read at each poll, in the event loop. The log and the job's row are read, in
-a thread, if the log has grown, and after this many polls."""
 _KEEP_ALIVE_SECONDS = 15.0
 """More than 5 s: a client that does not follow takes 5 s of silence for the end of the log."""
 _OLD_SECONDS = 5.0
@@ -48,19 +44,12 @@ _ASKED = ("dockerImage", "spaceId", "flavor")
 _IGNORED = client_warning(
     "jobs", ["the image and the flavor are ignored: the command runs on the machine of this stack"]
 )
-_REFUSED = {
-    "attempts": "a command that failed is not started again: use `pipeline jobs retry`",
-    "volumes": "this hub mounts nothing: let the command download what it reads (`hf download`)",
-    "expose": "a job's ports are those of the machine of this stack: leave --expose out",
-    "ssh": "log in on the machine of this stack instead",
-    "network": "all jobs are on the machine of this stack: leave --network-group out",
-}
 
 
 class RunRequest(BaseModel):
     """What a client wants to run, as `_create_job_spec` of `huggingface_hub` writes it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", coerce_numbers_to_str=True)
+    model_config = ConfigDict(frozen=True, extra="allow", coerce_numbers_to_str=True)
 
     command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
@@ -71,17 +60,14 @@ class RunRequest(BaseModel):
     dockerImage: str | None = None
     spaceId: str | None = None
     flavor: str | None = None
-    attempts: int = 1
-    volumes: object = None
-    expose: object = None
-    ssh: object = None
-    network: object = None
 
     def spec(self, key: bytes) -> JobSpec:
         """Raises BadRequest if there is no command, and NotSupported."""
-        for name, reason in _REFUSED.items():
-            if getattr(self, name) != RunRequest.model_fields[name].default:
-                raise NotSupported(f"{name} of a job: not supported by this hub: {reason}.")
+        if self.model_extra:
+            raise NotSupported(
+                f"{', '.join(self.model_extra)} of a job: not supported by this hub, which runs "
+                "the command on its own machine: leave this out."
+            )
         command = (*self.command, *self.arguments)
         if not command:
             raise BadRequest("command: a job needs a command.")
@@ -96,10 +82,10 @@ class RunRequest(BaseModel):
 
 
 class ScheduleRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     schedule: str
     jobSpec: RunRequest
-    suspend: bool = False
-    concurrency: bool = False
 
 
 router = APIRouter(prefix="/api", dependencies=[Depends(person)])
@@ -199,44 +185,27 @@ async def _log_events(request: Request, hub: Hub, job: Job, tail: int | None) ->
             if time.monotonic() - sent_at > _KEEP_ALIVE_SECONDS:
                 yield ": keep-alive\n\n"
                 sent_at = time.monotonic()
-            for _ in range(_POLLS_PER_LOOK):
-                await asyncio.sleep(_POLL_SECONDS)
-                if _size(folder / LOG) > offset:
-                    break
+            await asyncio.sleep(_POLL_SECONDS)
             seen_at = time.time()
 
 
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:  # the job has not begun
-        return 0
-
-
-def _scheduled(hub: HubOf, id: str) -> Row[Any]:
-    with hub.database.read() as connection:
-        return get_scheduled(connection, id)
-
-
-Scheduled = Annotated[Row[Any], Depends(_scheduled)]
 SCHEDULED = "/scheduled-jobs/{owner}"
 
 
 @router.post(SCHEDULED, dependencies=_OWN)
 def schedule(hub: HubOf, body: Annotated[ScheduleRequest, json_body(ScheduleRequest)]) -> Response:
-    id, now = token_hex(12), time.time()
-    next_run_at = next_run(body.schedule, now)
+    now = time.time()
     values = {
-        "id": id,
+        "id": token_hex(12),
         "spec": body.jobSpec.spec(hub.secret_key).model_dump(mode="json"),
         "schedule": body.schedule,
-        "concurrency": body.concurrency,
+        "concurrency": False,
         "created_at": now,
-        "next_run_at": None if body.suspend else next_run_at,
+        "next_run_at": next_run(body.schedule, now),
     }
     with hub.database.write() as connection:
-        connection.execute(insert(table).values(**values))
-    return JSONResponse(_described_schedule(hub, _scheduled(hub, id)), headers=_IGNORED)
+        made = connection.execute(insert(table).values(values).returning(table)).one()
+    return JSONResponse(_described_schedule(hub, made), headers=_IGNORED)
 
 
 @router.get(SCHEDULED)
@@ -247,29 +216,15 @@ def list_scheduled(hub: HubOf) -> list[Json]:
     return [_described_schedule(hub, row) for row in rows]
 
 
-@router.get(SCHEDULED + "/{id}")
-def show_scheduled(hub: HubOf, scheduled: Scheduled) -> Json:
-    return _described_schedule(hub, scheduled)
-
-
 @router.delete(SCHEDULED + "/{id}")
-def remove_scheduled(hub: HubOf, scheduled: Scheduled) -> Json:
+def remove_scheduled(hub: HubOf, id: str) -> Json:
     """Jobs that it has started go on."""
     with hub.database.write() as connection:
-        connection.execute(delete(table).where(table.c.id == scheduled.id))
+        if connection.execute(delete(table).where(table.c.id == id)).rowcount == 0:
+            raise NotFound(
+                f"There is no scheduled job {id!r}: list them with `hf jobs scheduled ps -a`."
+            )
     return {}
-
-
-@router.post(SCHEDULED + "/{id}/{act}")
-def suspend_or_resume(hub: HubOf, scheduled: Scheduled, act: Literal["suspend", "resume"]) -> Json:
-    later = next_run(scheduled.schedule, time.time())
-    return _change(hub, scheduled, next_run_at=later if act == "resume" else None)
-
-
-def _change(hub: Hub, scheduled: Row[Any], **values: object) -> Json:
-    with hub.database.write() as connection:
-        connection.execute(update(table).where(table.c.id == scheduled.id).values(**values))
-        return _described_schedule(hub, get_scheduled(connection, scheduled.id))
 
 
 def _described(hub: Hub, job: Job) -> Json:
@@ -281,7 +236,7 @@ def _described(hub: Hub, job: Job) -> Json:
         "createdAt": iso_time(job.created_at),
         "startedAt": None if started is None else iso_time(started),
         "finishedAt": None if job.ended_at is None else iso_time(job.ended_at),
-        **_asked(hub, job.spec),
+        **asked_for(hub, job.spec),
         "status": {"stage": job.state, "message": job.waits_for or reason},
         "durations": {
             "schedulingSecs": None if started is None else int(started - job.created_at),
@@ -294,15 +249,14 @@ def _described(hub: Hub, job: Job) -> Json:
 
 def _described_schedule(hub: Hub, row: Row[Any]) -> Json:
     last = {"id": row.last_job_id, "at": iso_time(row.last_run_at)} if row.last_job_id else None
-    next_run_at = None if row.next_run_at is None else iso_time(row.next_run_at)
     return {
         "id": row.id,
         "createdAt": iso_time(row.created_at),
-        "jobSpec": _asked(hub, JobSpec.model_validate(row.spec)),
+        "jobSpec": asked_for(hub, JobSpec.model_validate(row.spec)),
         "schedule": row.schedule,
-        "suspend": row.next_run_at is None,
-        "concurrency": row.concurrency,
-        "status": {"lastJob": last, "nextJobRunAt": next_run_at},
+        "suspend": False,
+        "concurrency": False,
+        "status": {"lastJob": last, "nextJobRunAt": iso_time(row.next_run_at)},
         "owner": _owner(hub),
     }
 
@@ -312,7 +266,7 @@ def _owner(hub: Hub) -> Json:
     return {"id": owner_id(name), "name": name, "type": "user"}
 
 
-def _asked(hub: Hub, spec: JobSpec) -> Json:
+def asked_for(hub: Hub, spec: JobSpec) -> Json:
     """What was to run. Of the secrets, only the names."""
     secrets: dict[str, str] = {}
     with contextlib.suppress(SealBroken):  # the stack has another key now

@@ -11,7 +11,6 @@ and a shard says which chunks make each file. Clients do not read files over Xet
 """
 
 import time
-from functools import partial
 from typing import Annotated, Literal
 
 from cryptography.fernet import Fernet, InvalidToken
@@ -136,15 +135,14 @@ Signed = Annotated[tuple[LargeFiles, int], Depends(_signed)]
 
 
 @transfers.get("")
-def fetch(request: Request, signed: Signed, oid: str) -> Response:
+def fetch(signed: Signed, oid: str) -> Response:
     files, _ = signed
-    size = files.size(oid)
-    if size is None:
+    if files.size(oid) is None:
         raise NotFound(
             f"The hub does not have the large file {oid} any more: push it from a clone that has "
             "it."
         )
-    return file_answer(request, size, {"ETag": f'"{oid}"'}, partial(files.read, oid))
+    return file_answer(files.path(oid), oid)
 
 
 @transfers.put("")

@@ -205,17 +205,15 @@ def create_tag(
 ) -> None:
     """Creates an annotated tag if there is a `message`."""
     commit = resolve_revision(repository, revision)
-    ref = _new_ref(repository, "refs/tags/", body.tag)
-    if body.message:
-        git(
-            repository.folder,
-            # By default, git would remove lines that begin with `#`, such as titles in Markdown.
-            *("tag", "-a", "--cleanup=verbatim", "-F", "-", body.tag, commit),
-            stdin=f"{body.message}\n".encode(),
-            extra=identity.signature.environment,
-        )
-    else:
-        git(repository.folder, "update-ref", ref, commit, NO_REF)
+    _new_ref(repository, "refs/tags/", body.tag)
+    # By default, git would remove lines that begin with `#`, such as titles in Markdown.
+    options = ("-a", "--cleanup=verbatim", "-F", "-") if body.message else ()
+    git(
+        repository.folder,
+        *("tag", *options, body.tag, commit),
+        stdin=f"{body.message}\n".encode(),
+        extra=identity.signature.environment,
+    )
     record_ref_changes(repository, hub.log)
 
 

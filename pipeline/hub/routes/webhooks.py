@@ -136,7 +136,7 @@ def show(hub: HubOf, id: str) -> Json:
     return {"webhook": _described(hub, webhook)}
 
 
-def _checked(
+def checked(
     hub: HubOf, body: Annotated[WebhookRequest, json_body(WebhookRequest)]
 ) -> WebhookRequest:
     """The request. What it watches without an owner is the hub's owner's, as in every other
@@ -158,7 +158,7 @@ def _checked(
     return body.model_copy(update={"watched": watched})
 
 
-Checked = Annotated[WebhookRequest, Depends(_checked)]
+Checked = Annotated[WebhookRequest, Depends(checked)]
 
 
 @router.post("/webhooks")

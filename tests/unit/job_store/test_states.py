@@ -4,12 +4,13 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from sqlalchemy import create_engine, text
 
-from jobs.errors import JobNotFound, LeaseLost
+from jobs.errors import JobNotFound, LeaseLost, StoreError
 from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, FAILED, Clock, claim, delivery, lost, spec
+from tests.jobs_fixtures import DONE, FAILED, Clock, claim, delivery, lost, spec, until
 
 
 @pytest.mark.parametrize(
@@ -248,15 +249,28 @@ def test_listing_is_newest_first_and_filtered(store: JobStore) -> None:
 
 
 def test_changes_are_seen_and_silence_too(store: JobStore, store_url: str) -> None:
-    seen = [store.num_changes()]
-    assert store.num_changes() == seen[-1]
+    assert store.has_changed() and not store.has_changed()
     store.submit(spec())
-    seen.append(store.num_changes())
-    assert store.num_changes() == seen[-1]
+    assert until(store.has_changed) and not store.has_changed()
     with JobStore.open(store_url) as other:
         other.submit(spec(pipeline="lore"))
-    seen.append(store.num_changes())
-    assert len(set(seen)) == 3
+    assert until(store.has_changed) and not store.has_changed()
+
+
+def test_a_lost_watch_is_an_error_once_and_then_a_change(store: JobStore, store_url: str) -> None:
+    if store_url.startswith("sqlite"):
+        pytest.skip("a file has no connection that can be lost")
+    assert store.has_changed() and not store.has_changed()
+    engine = create_engine(store_url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        listens = "FROM pg_stat_activity WHERE query = 'LISTEN hotpush'"
+        connection.execute(text(f"SELECT pg_terminate_backend(pid) {listens}"))
+    engine.dispose()
+    with pytest.raises(StoreError, match="failed"):
+        until(store.has_changed)
+    assert store.has_changed() and not store.has_changed()
+    store.submit(spec())
+    assert until(store.has_changed)
 
 
 def test_jobs_that_ended_are_found_by_when_they_did(store: JobStore, clock: Clock) -> None:
@@ -268,11 +282,14 @@ def test_jobs_that_ended_are_found_by_when_they_did(store: JobStore, clock: Cloc
         store.finish(job.id, "me", DONE)
         ids.append(job.id)
     store.submit(spec("runs"))
-    began = clock.now - 10
+    began, ended = clock.now - 10, clock.now
     assert [job.id for job in store.unhandled()] == ids
     store.handled(ids[1])
+    assert store.take_outcome(ids[0], 5) and not store.take_outcome(ids[0], 5)
+    assert [job.id for job in store.unhandled()] == [ids[2]]
+    clock.now += 5
     assert [job.id for job in store.unhandled()] == [ids[0], ids[2]]
-    assert store.ids_ended_before(clock.now) == ids[:2]
+    assert store.ids_ended_before(ended) == ids[:2]
     assert store.ids_ended_before(began) == []
 
 

@@ -1,0 +1,240 @@
+"""The pages of datasets: files, rows and commits, and what each commit changed and led to. Each
+change by a form is a commit, which is refused if the branch has moved since the page was read."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BytesIO
+from itertools import chain
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+from fastapi import APIRouter, Depends, Query
+from markdown_it import MarkdownIt
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pipeline.console import page as pages
+from pipeline.console.page import Console, ConsoleOf, Editor, Page, Viewer, Visitor, go, page
+from pipeline.doctor.data_check import divided
+from pipeline.doctor.revision import opened, read_rows, rows_between
+from pipeline.formats import HEAD
+from pipeline.hub import contents
+from pipeline.hub.errors import BadRequest, RepositoryNotFound
+from pipeline.hub.http_json import pieces
+from pipeline.hub.repositories import Repository, known_heads, read_refs
+from pipeline.hub.routes import contents as api
+from pipeline.hub.routes.commits import Files, commit_contents
+from pipeline.hub.service import Hub, HubOf, check_site
+from pipeline.retrain.data import report_on
+from pipeline.retrain.editing import ANSWERS_FILE, from_texts, record_at, with_row
+from pipeline.retrain.settings import DataSettings
+from pipeline.settings import PipelineSettings
+from receiver.rules import full_ref
+
+COMMITS_A_PAGE = 20
+ROWS_A_PAGE = 50
+MAX_README = 50_000
+"""In characters. A longer README is cut, because it takes long to render."""
+PageNumber = Annotated[int, Query(ge=0, lt=10**6)]
+
+router = APIRouter(route_class=Page, prefix="/datasets")
+_markdown = MarkdownIt("js-default")  # which escapes HTML, and links to no script
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followed:
+    """A dataset on this hub, and the pipelines that follow it."""
+
+    repository: Repository
+    pipelines: Sequence[PipelineSettings]
+    branch: str
+    """The one that the first pipeline follows."""
+    head: str | None
+
+    @property
+    def reading(self) -> DataSettings:
+        return self.pipelines[0].data if self.pipelines else DataSettings()
+
+    @property
+    def path(self) -> str:
+        return f"/{self.repository.name.path}"
+
+
+def followers(console: Console, dataset: str) -> list[PipelineSettings]:
+    """The pipelines that follow this dataset of the hub."""
+    settings = console.settings
+    found = (each for each in settings.pipelines if each.dataset.lower() == dataset.lower())
+    return [each for each in found if settings.is_on_own_hub(each)]
+
+
+def followed(
+    hub: HubOf, console: ConsoleOf, owner: str, name: str, pipeline: str | None = None
+) -> Followed:
+    """`pipeline` is the one whose branch and columns count. Raises RepositoryNotFound."""
+    repository = hub.repositories.find(hub.name_of("dataset", f"{owner}/{name}"))
+    found = followers(console, repository.name.id)
+    found.sort(key=lambda each: each.name != pipeline)
+    branch = full_ref(found[0].ref if found else "main")
+    head = read_refs(repository).get(branch)
+    return Followed(repository=repository, pipelines=found, branch=branch, head=head)
+
+
+def of_pipeline(hub: Hub, console: Console, pipeline: PipelineSettings) -> Followed | None:
+    """The dataset that the pipeline follows. None if it is not on this hub."""
+    if not console.settings.is_on_own_hub(pipeline):
+        return None
+    owner, _, name = pipeline.dataset.partition("/")
+    with suppress(RepositoryNotFound):
+        return followed(hub, console, owner, name, pipeline.name)
+    return None
+
+
+FollowedOf = Annotated[Followed, Depends(followed)]
+
+
+@router.get("")
+def list_all(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
+    with hub.database.read() as connection:
+        heads = known_heads(connection)
+    found = [
+        (api.described(each, heads.get(each.id)), followers(console, each.name.id))
+        for each in sorted(hub.repositories.all(), key=lambda each: each.name.id)
+        if each.name.type == "dataset"
+    ]
+    return page(request, "datasets.html", datasets=found, hub_url=hub.settings.url)
+
+
+@router.get("/{owner}/{name}")
+def show(request: Request, hub: HubOf, dataset: FollowedOf, p: PageNumber = 0) -> Response:
+    facts: dict[str, Any] = {"p": p, "a_page": COMMITS_A_PAGE}
+    repository, head = dataset.repository, dataset.head
+    if head is not None:
+        files = {each.path: each for each in contents.list_tree(repository, head, recursive=True)}
+        facts["files"] = [each for each in files.values() if each.type == "file"]
+        if (readme := files.get(contents.README)) is not None:
+            facts["readme"] = _rendered(repository, readme)
+        limit = COMMITS_A_PAGE
+        listed = contents.list_commits(repository, head, skip=p * limit, limit=limit + 1)
+        of_commit = hub.jobs_store.of_commit
+        facts["commits"] = [(each, of_commit(str(each["id"]))) for each in listed]
+    return page(request, "dataset.html", dataset=dataset, hub_url=hub.settings.url, **facts)
+
+
+@lru_cache(maxsize=32)
+def _rendered(repository: Repository, readme: contents.Entry) -> str:
+    """The README as HTML."""
+    text = HEAD.sub("", contents.read_file(repository, readme).decode(errors="replace"))
+    return str(_markdown.render(text[:MAX_README]))
+
+
+@router.get("/{owner}/{name}/raw/{revision}/{path:path}")
+def send_file(
+    request: Request, dataset: FollowedOf, scratch: api.Scratch, revision: str, path: str
+) -> Response:
+    return api.resolve(request, dataset.repository, scratch, revision, unquote(path))
+
+
+@router.get("/{owner}/{name}/rows")
+def show_rows(
+    request: Request, console: ConsoleOf, dataset: FollowedOf, p: PageNumber = 0
+) -> Response:
+    """The rows of the newest commit, and what `pipeline data check` says of them."""
+    found = read_rows(dataset.repository, dataset.head, dataset.reading)
+    pipeline = next(iter(dataset.pipelines), None)
+    rows, held_out = divided(found.dataset, console.home, pipeline)
+    report = report_on(found.dataset, rows, held_out, bad=found.bad, elsewhere=found.unread)
+    every = list(chain.from_iterable(found.dataset.by_file.values()))
+    shown = every[p * ROWS_A_PAGE :][:ROWS_A_PAGE]
+    facts: dict[str, Any] = {
+        "p": p,
+        "a_page": ROWS_A_PAGE,
+        "rows": shown,
+        "num_rows": len(every),
+        "report": [*report],
+    }
+    return page(request, "rows.html", dataset=dataset, **facts)
+
+
+@router.get("/{owner}/{name}/commit/{sha}")
+def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> Response:
+    """What a commit changed, in rows, and what it led to."""
+    repository = dataset.repository
+    commit = contents.resolve_revision(repository, sha)
+    [about] = contents.list_commits(repository, commit, limit=1)
+    parent = next(iter(contents.read_commit(repository, commit).parents), None)
+    change = rows_between(repository, parent, commit, dataset.reading)
+    jobs = hub.jobs_store.of_commit(commit)
+    facts: dict[str, Any] = {"commit": about, "change": change, "jobs": jobs}
+    return page(request, "commit.html", dataset=dataset, **facts)
+
+
+@router.get("/{owner}/{name}/edit")
+def show_form(
+    request: Request, dataset: FollowedOf, file: str = ANSWERS_FILE, line: int | None = None
+) -> Response:
+    """The form for the row that begins on `line`, or for a new row."""
+    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
+        rows.check_editable(file)
+        record = record_at(folder, file, line)
+    return page(request, "edit.html", dataset=dataset, file=file, line=line, record=record)
+
+
+@router.post("/{owner}/{name}/edit")
+async def edit(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
+    file, text, verb = await run_in_threadpool(_edited, editor, dataset)
+    files = {file: BytesIO(text.encode())}
+    parent, summary = editor.form.get("parent"), f"{verb} a row of {file}"
+    sha = await commit(hub, editor, dataset, parent, summary, files)
+    return go(f"{dataset.path}/commit/{sha}")
+
+
+def _edited(editor: Visitor, dataset: Followed) -> tuple[str, str, str]:
+    """The file, its new text, and what was done with the row. `commit` refuses it if the form is
+    of an older commit."""
+    form = editor.form
+    file, number = form.get("file", ANSWERS_FILE), form.get("line", "")
+    line = int(number) if number.isdecimal() else None
+    fields = {key[2:]: text for key, text in form.items() if key.startswith("c.")}
+    with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
+        rows.check_editable(file)
+        if "delete" in form and line is not None:
+            return file, with_row(folder, file, line, None), "Delete"
+        record = from_texts(fields, record_at(folder, file, line))
+        return file, with_row(folder, file, line, record), "Edit" if line else "Add"
+
+
+@router.post("/{owner}/{name}/upload")
+async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: FollowedOf) -> Response:
+    check_site(request.scope)
+    visitor.identity.require_write("an upload")
+    stream = pieces(request, max_bytes=hub.settings.max_push_bytes)
+    try:
+        form = await MultiPartParser(request.headers, stream).parse()
+    except (MultiPartException, KeyError) as error:  # KeyError: without a content type
+        raise BadRequest(f"The form cannot be read: {error}") from None
+    try:
+        texts = {name: text for name, text in form.multi_items() if isinstance(text, str)}
+        editor = await pages.editor(visitor, texts)
+        sent = [each for each in form.getlist("files") if isinstance(each, UploadFile)]
+        files = {each.filename: each.file for each in sent if each.filename}
+        if not files:
+            raise BadRequest("No file was chosen: choose one, or drop it on the field.")
+        summary = texts.get("message") or f"Upload {', '.join(files)}"[:200]
+        sha = await commit(hub, editor, dataset, texts.get("parent"), summary, files)
+        return go(f"{dataset.path}/commit/{sha}")
+    finally:
+        await form.close()
+
+
+async def commit(
+    hub: Hub, editor: Visitor, dataset: Followed, parent: str | None, summary: str, files: Files
+) -> str:
+    """Commits the files in the name of the person, on top of the commit that the person has seen.
+    Returns the sha. Raises PreconditionFailed if the branch has moved since."""
+    name, branch, who = dataset.repository.name, dataset.branch, editor.identity
+    return await commit_contents(hub, who, name, branch, parent or None, summary, files)

@@ -1,0 +1,141 @@
+"""The page that asks the model, shows why it may have said so, and teaches it another answer."""
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from io import BytesIO
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, SecretStr
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from pipeline.console.datasets import commit, of_pipeline
+from pipeline.console.page import HEADERS, Console, ConsoleOf, Editor, Form, Page, go, page
+from pipeline.doctor.revision import nearest, opened
+from pipeline.errors import PipelineError
+from pipeline.hub.errors import BadRequest
+from pipeline.hub.service import Hub, HubOf
+from pipeline.retrain.editing import teach
+from pipeline.stack.asking import ask
+from pipeline.stack.record import at_running_stack
+
+Pieces = Sequence[Mapping[str, Any]]
+"""As `ask` gives them."""
+
+router = APIRouter(route_class=Page, prefix="/playground")
+
+
+class Question(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    pipeline: str | None = None
+    mode: Literal["chat", "prompt"] = "chat"
+    question: str = ""
+    max_tokens: int = 64
+    temperature: float = 0
+    commit: str | None = None
+    """The commit that teaches the right answer."""
+
+    def request(self, console: Console) -> tuple[str, dict[str, Any], SecretStr | None]:
+        """The URL of the server, the body that asks it, and its API key."""
+        settings = at_running_stack(console.settings, console.home)
+        pipeline = settings.pipeline(self.pipeline)
+        limits = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        said: dict[str, Any] = {"prompt": self.question}
+        path = "/v1/completions"
+        if self.mode == "chat":
+            said = {"messages": [{"role": "user", "content": self.question}]}
+            path = "/v1/chat/completions"
+        body = {"model": pipeline.name, **said, **limits}
+        return settings.server_url(pipeline) + path, body, settings.serving.api_key
+
+
+@router.get("")
+async def show(
+    request: Request, hub: HubOf, console: ConsoleOf, asked: Annotated[Question, Query()]
+) -> Response:
+    """The form. After a correction, it follows the job of its commit, and asks the question again
+    when the release of the job answers."""
+    pieces, job = [], None
+    if asked.commit is not None:
+        name = console.settings.pipeline(asked.pipeline).name
+        jobs = await run_in_threadpool(hub.jobs_store.of_commit, asked.commit)
+        job = next((each for each in jobs if each.spec.pipeline == name), None)
+        outcome = job.outcome if job is not None and job.has_ended else None
+        if outcome is not None and outcome.result in ("promoted", "unchanged"):
+            pieces = [each async for each in ask(*asked.request(console))]
+    return await run_in_threadpool(_page, request, hub, console, asked, pieces, job=job)
+
+
+@router.post("")
+async def answer(request: Request, hub: HubOf, console: ConsoleOf, form: Form) -> Response:
+    """The page with the answer. The script of the page sends the answer that it has shown already,
+    and where it came from."""
+    asked = Question.model_validate(form)
+    if "answer" in form:
+        pieces = [form, {"text": form["answer"]}]
+    else:
+        pieces = [each async for each in ask(*asked.request(console))]
+    return await run_in_threadpool(_page, request, hub, console, asked, pieces)
+
+
+@router.post("/stream")
+async def stream(console: ConsoleOf, form: Form) -> Response:
+    """The pieces of the answer as lines of JSON, while the server says them."""
+    pieces = ask(*Question.model_validate(form).request(console))
+    first = await anext(pieces)  # an error is a page
+
+    async def lines() -> AsyncIterator[str]:
+        yield json.dumps(first) + "\n"
+        async with aclosing(pieces):
+            async for each in pieces:
+                yield json.dumps(each) + "\n"
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson", headers=HEADERS)
+
+
+@router.post("/teach")
+async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
+    """Commits the row that teaches the right answer. Leads to the page that follows its job."""
+    asked, right = Question.model_validate(editor.form), editor.form.get("right", "").strip()
+    pipeline = console.settings.pipeline(asked.pipeline)
+    dataset = await run_in_threadpool(of_pipeline, hub, console, pipeline)
+    if dataset is None or not right or not asked.question:
+        raise BadRequest("This needs a question, an answer, and a dataset on this hub.")
+
+    def taught() -> tuple[str, str]:
+        with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
+            found = teach(folder, rows.dataset, dataset.reading, asked.question, right)
+            rows.check_editable(found[0])
+            return found
+
+    file, text = await run_in_threadpool(taught)
+    summary = f"Correct the answer to: {' '.join(asked.question.split())[:60]}"
+    files = {file: BytesIO(text.encode())}
+    sha = await commit(hub, editor, dataset, dataset.head, summary, files)
+    again = asked.model_copy(update={"commit": sha})
+    return go(f"/playground?{urlencode(again.model_dump(exclude_none=True))}")
+
+
+def _page(
+    request: Request, hub: Hub, console: Console, asked: Question, pieces: Pieces, **facts: Any
+) -> Response:
+    facts["pipelines"] = [each.name for each in console.settings.pipelines]
+    if pieces:
+        source, *facts["pieces"] = pieces
+        url, body, _ = asked.request(console)
+        dataset = of_pipeline(hub, console, console.settings.pipeline(asked.pipeline))
+        facts |= {"source": source, "url": url, "body": body, "dataset": dataset}
+        try:
+            if dataset is None or not source.get("revision"):
+                raise BadRequest("they are not on this hub")
+            facts["near"] = nearest(
+                dataset.repository, source["revision"], dataset.reading, asked.question
+            )
+        except PipelineError as error:
+            facts["unknown"] = str(error)
+    return page(request, "playground.html", asked=asked, **facts)

@@ -1,0 +1,145 @@
+"""The pages of releases: which came from which, what each has learned, what was served when."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import unquote
+
+from fastapi import APIRouter, Depends, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jobs.errors import JobNotFound
+from pipeline.console.datasets import of_pipeline
+from pipeline.console.page import Console, ConsoleOf, Editor, Page, go, page
+from pipeline.doctor.facts import counts_text
+from pipeline.doctor.revision import rows_between
+from pipeline.errors import PipelineError
+from pipeline.hub.errors import NotFound
+from pipeline.hub.releases import refresh, served_when
+from pipeline.hub.routes import contents
+from pipeline.hub.service import Hub, HubOf
+from pipeline.runner.serve_release import in_words, release_before, swap_in
+from pipeline.stack.record import at_running_stack
+from serving.weights import release_store
+from serving.weights.release import Release
+
+
+async def refreshed(hub: HubOf, console: ConsoleOf) -> None:
+    """The hub knows all releases when this returns."""
+    for pipeline in console.settings.pipelines:
+        await refresh(hub.releases, hub.releases.name(pipeline.name))
+
+
+def folder_of(console: ConsoleOf, pipeline: str) -> Path:
+    """The folder of the pipeline's releases. Raises PipelineError if there is no such pipeline."""
+    return console.home.releases_dir / console.settings.pipeline(pipeline).name
+
+
+FolderOf = Annotated[Path, Depends(folder_of)]
+Beside = Annotated[str, Query(alias="with")]
+Act = Literal["swap", "rollback", "pin", "unpin"]
+
+router = APIRouter(route_class=Page, prefix="/releases", dependencies=[Depends(refreshed)])
+
+
+@router.get("")
+def list_all(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
+    folders = [folder_of(console, each.name) for each in console.settings.pipelines]
+    return page(request, "releases.html", pipelines=[_of(hub, each) for each in folders])
+
+
+def _of(hub: Hub, folder: Path) -> dict[str, Any]:
+    """The releases of a pipeline, by their parent: "" if it is not there any more."""
+    found = release_store.list_releases(folder)
+    ids = {each.id for each in found}
+    children = defaultdict(list)
+    for each in found:
+        parent = each.lineage.parent if each.lineage.parent in ids else ""
+        children[parent].append((each, counts_text(each.evaluation)))
+    marks, served = release_store.marks(folder), served_when(hub.releases, folder.name)
+    return {"name": folder.name, "children": children, "marks": marks, "served": served}
+
+
+@router.get("/{pipeline}/{id}")
+def show(
+    request: Request, hub: HubOf, console: ConsoleOf, folder: FolderOf, id: str, beside: Beside = ""
+) -> Response:
+    """One release; with `with`, next to another one."""
+    release, others = _release(folder, id), {}
+    facts: dict[str, Any] = {}
+    if beside:
+        other = _release(folder, beside)
+        others, facts = _facts(hub, other), _rows_since(hub, console, folder.name, other, release)
+    mine = _facts(hub, release)
+    facts["table"] = [(name, mine.get(name), others.get(name)) for name in {**mine, **others}]
+    facts |= {"release": release, "beside": beside, "ids": release_store.release_ids(folder)}
+    facts["marks"] = release_store.marks(folder)[id]
+    return page(request, "release.html", pipeline=hub.releases.name(folder.name), **facts)
+
+
+def _rows_since(
+    hub: Hub, console: Console, name: str, old: Release, new: Release
+) -> dict[str, Any]:
+    """The rows that separate the commits of two releases, or why they are not known."""
+    dataset = of_pipeline(hub, console, console.settings.pipeline(name))
+    revisions = [each.lineage.dataset_revision or "unknown" for each in (old, new)]
+    try:
+        if dataset is None:
+            raise NotFound("their dataset is not on this hub")
+        before, after = revisions
+        return {"change": rows_between(dataset.repository, before, after, dataset.reading)}
+    except PipelineError as error:
+        return {"unknown": str(error)}
+
+
+def _release(folder: Path, release_id: str) -> Release:
+    """Raises NotFound, and ReleaseError if the release is damaged."""
+    if release_id not in release_store.release_ids(folder):
+        raise NotFound(f"{folder.name} has no release {release_id!r}: it may have been removed.")
+    return release_store.load_release(folder / release_id)
+
+
+def _facts(hub: Hub, release: Release) -> dict[str, str]:
+    """What is known of a release: its manifest and the settings of its job."""
+    hidden = {"tensors", "probe", "files", "tied", "format"}
+    known = {"counts": counts_text(release.evaluation), **release.model_dump(exclude=hidden)}
+    with suppress(JobNotFound):
+        known["settings"] = hub.jobs_store.get(release.lineage.job_id or "").spec.settings
+    return dict(_flat(known, ""))
+
+
+def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _flat(each, f"{name} {key.replace('_', ' ')}".lstrip())
+    elif value not in (None, "", (), []):
+        yield name, str(value)[:300]
+
+
+@router.get("/{pipeline}/{id}/files/{path:path}")
+def send_file(
+    request: Request, hub: HubOf, folder: FolderOf, scratch: contents.Scratch, id: str, path: str
+) -> Response:
+    repository = hub.repositories.find(hub.releases.name(folder.name))
+    return contents.resolve(request, repository, scratch, id, unquote(path))
+
+
+@router.post("/{pipeline}/{act}")
+def change(console: ConsoleOf, editor: Editor, folder: FolderOf, act: Act) -> Response:
+    if act == "rollback":
+        chosen = release_before(folder)
+    else:
+        chosen = _release(folder, editor.form.get("release", "")).id
+    if act == "pin":
+        release_store.pin(folder, chosen)
+    elif act == "unpin":
+        release_store.unpin(folder, chosen)
+    else:
+        settings = at_running_stack(console.settings, console.home)
+        result = swap_in(console.home, settings, settings.pipeline(folder.name), chosen)
+        if result is not None and result.result != "live":
+            raise PipelineError(in_words(result))
+    return go(f"/releases/{folder.name}/{chosen}")

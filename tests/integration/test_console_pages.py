@@ -1,0 +1,162 @@
+"""The pages of datasets, releases, webhooks and the playground, on a real hub and a real server."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from tests.console_fixtures import Person, Stack, running_stack
+from tests.hub_fixtures import Receiver, wait_until
+
+pytest_plugins = ["tests.hub_plugin"]
+
+DATASET = "/datasets/local/facts"
+SERVED = '{}</a> <strong class="good">served</strong>'
+PINNED = f'{SERVED} <strong class="good">pinned</strong>'
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    with running_stack(tmp_path) as stack:
+        yield stack
+
+
+@pytest.fixture
+def ada(stack: Stack) -> Iterator[Person]:
+    with stack.person() as person:
+        yield person
+
+
+def answers_in(stack: Stack) -> list[str]:
+    rows = stack.hub.request("GET", f"{DATASET}/resolve/main/facts.jsonl").text.splitlines()
+    return [json.loads(row)["answer"] for row in rows]
+
+
+def test_a_dataset_shows_its_files_rows_and_what_each_commit_became(
+    stack: Stack, ada: Person
+) -> None:
+    stack.run_job(stack.head, stack.releases[0])
+    assert "local/facts" in ada.see("/datasets")
+    page = ada.see(DATASET)
+    shown = ("facts.jsonl", "First &lt;rows&gt;", "promoted", stack.releases[0], "<h1>Facts</h1>")
+    assert all(each in page for each in shown)
+    assert "<script>alert" not in page
+    assert 'href="javascript:1"' not in page
+    rows = ada.see(f"{DATASET}/rows")
+    shown = ("2 rows to train on", "no rows are read from .pdf files", "&lt;b&gt;Ada&lt;/b&gt;")
+    assert all(each in rows for each in shown)
+    assert "At nine." in ada.see(f"{DATASET}/raw/{stack.head}/facts.jsonl")
+    ada.see("/datasets/local/none", 404)
+
+
+def test_a_form_edits_adds_and_deletes_rows_and_the_commit_shows_the_difference_in_rows(
+    stack: Stack, ada: Person
+) -> None:
+    edit = f"{DATASET}/edit"
+    assert "At nine." in ada.see(f"{edit}?file=facts.jsonl&line=1")
+    row = {"file": "facts.jsonl", "parent": stack.head, "c.question": "When do you open?"}
+    page = ada.see(ada.send(edit, line="1", **row, **{"c.answer": "At ten."}))
+    assert all(each in page for each in ("1 edited, 0 deleted", "At nine.", "At ten."))
+    refused = ada.send(edit, 412, line="1", **row, **{"c.answer": "At eleven."})
+    assert "The branch was updated since you opened this page" in refused
+    row |= {"parent": stack.head, "c.question": "Why?", "c.answer": "So."}
+    assert "1 added, 0 edited" in ada.see(ada.send(edit, **row))
+    gone = ada.send(edit, file="facts.jsonl", line="2", parent=stack.head, delete="1")
+    assert "1 deleted" in ada.see(gone)
+    assert answers_in(stack) == ["At ten.", "So."]
+    # Neither a file of this machine, nor one whose content would be lost.
+    ada.see(f"{edit}?file=../../../etc/passwd&line=1", 400)
+    ada.send(edit, 409, **{**row, "file": "notes.pdf", "parent": stack.head})
+
+
+def test_an_upload_is_a_commit_and_its_page_says_what_is_wrong(stack: Stack, ada: Person) -> None:
+    upload, parent = f"{DATASET}/upload", stack.head
+    bad = {"files": ("more.jsonl", b'{"question": "Q?"}\n')}
+    page = ada.see(ada.send(upload, files=bad, parent=parent, message="More"))
+    assert all(each in page for each in ("<h1>More</h1>", "more.jsonl, line 1: nothing to learn"))
+    ada.send(upload, 412, files={"files": ("more.jsonl", b"{}")}, parent=parent)
+    large = {"files": ("weights.bin", b"\0" * 2000)}
+    ada.send(upload, files=large, parent=stack.head)
+    [info] = stack.hub.api.get_paths_info("local/facts", ["weights.bin"], repo_type="dataset")
+    assert (info.lfs is not None, info.size) == (True, 2000)  # type: ignore[union-attr]
+
+
+def test_a_wrong_answer_is_corrected_and_asked_again_when_its_release_answers(
+    stack: Stack, ada: Person
+) -> None:
+    first, second = stack.releases
+    asked = {"question": "When do you open?", "max_tokens": "8"}
+    page = ada.send("/playground", 200, **asked)
+    shown = (first, stack.head[:8], "At nine.", "% sure", "curl http", '"temperature": 0')
+    assert all(each in page for each in shown)
+    source, *_ = ada.send("/playground/stream", 200, **asked).splitlines()
+    assert json.loads(source) == {"release": first, "revision": stack.first_commit}
+    assert "% sure" in ada.send("/playground", 200, mode="prompt", **asked)
+
+    follow = ada.send("/playground/teach", right="At ten.", **asked)
+    assert parse_qs(urlsplit(follow).query)["commit"] == [stack.head]
+    assert answers_in(stack) == ["At ten.", "<b>Ada</b>"]
+    waiting = ada.see(follow)
+    assert all(each in waiting for each in ("no job yet", "sse:change"))
+    stack.run_job(stack.head, second)
+    ada.send("/releases/answers/swap", release=second)
+    again = ada.see(follow)
+    assert f'Said by <a href="/releases/answers/{second}"' in again
+    assert "sse:change" not in again
+    assert "Its rows cannot be shown" in again
+
+
+def test_releases_are_compared_swapped_rolled_back_and_pinned(stack: Stack, ada: Person) -> None:
+    (first, second), act = stack.releases, "/releases/answers"
+    page = ada.see("/releases")
+    # The second one stands below its parent.
+    assert page.index(f"{first}</a>") < page.index("<ul>") < page.index(f"{second}</a>")
+    assert "has no branch, tag or commit" in ada.see(f"{act}/{second}?with={first}")
+    assert ada.see(f"{act}/{first}/files/config.json").startswith("{")
+    ada.send(f"{act}/swap", release=second)
+    assert SERVED.format(second) in ada.see("/releases")
+    ada.send(f"{act}/rollback")
+    ada.send(f"{act}/pin", release=first)
+    assert PINNED.format(first) in ada.see("/releases")
+    ada.send(f"{act}/unpin", release=first)
+    ada.send(f"{act}/swap", 404, release="r000009-00000000")
+    page = ada.see("/releases")
+    assert PINNED.format(first) not in page
+    assert f": {second}</li>" in page, "it was served for some time"
+
+
+def test_webhooks_are_made_tested_replayed_and_switched_off(
+    ada: Person, receiver: Receiver
+) -> None:
+    receiver.body = b"<script>alert(1)</script>"
+    assert "No webhook yet" in ada.see("/webhooks")
+    form = {"url": receiver.url, "watched": "dataset:local/facts", "secret": "s3cret"}
+    path = ada.send("/webhooks", **form)
+    ada.send("/webhooks", 400, **{**form, "watched": "local/facts"})
+    ada.send(f"{path}/test")
+    assert receiver.wait_for(1)[0].headers["x-webhook-secret"] == "s3cret"
+    wait_until(lambda: "&lt;script&gt;alert(1)" in ada.see(path))
+    [delivery] = set(re.findall('name="delivery" value="([^"]+)"', ada.see(path)))
+    ada.send(f"{path}/replay", delivery=delivery, force="1")
+    receiver.wait_for(2)
+    for act, state in (("disable", "disabled"), ("enable", "enabled")):
+        ada.send(f"{path}/{act}")
+        assert f'>{state}</span> <a href="{path}"' in ada.see("/webhooks")
+
+
+def test_a_reader_sees_every_page_and_changes_nothing(stack: Stack, ada: Person) -> None:
+    made = stack.hub.request("POST", "/api/settings/tokens/reader", params={"role": "read"}).json()
+    release = f"/releases/answers/{stack.releases[0]}"
+    with stack.person(made["token"]) as reader:
+        pages = ("/datasets", DATASET, f"{DATASET}/rows", f"{DATASET}/commit/{stack.head}")
+        for path in (*pages, "/releases", release, "/playground", "/webhooks"):
+            page = reader.see(path)
+            assert not re.search('method="post" action="/(?!logout|playground")', page), path
+        acts = (f"{DATASET}/edit", "/playground/teach", "/webhooks", "/webhooks/none/test")
+        for path in (*acts, "/releases/answers/swap", "/releases/answers/pin"):
+            reader.send(path, 403)
+        reader.send(f"{DATASET}/upload", 403, files={"files": ("a.jsonl", b"{}")})
+    assert stack.head == stack.first_commit

@@ -1,0 +1,96 @@
+"""One training in two processes: it learns what one process learns, and outlives a killed one."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from jobs.errors import TEMPORARY_FAILURE
+from jobs.outcome import JobOutcome
+from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.job import read_metrics, read_record
+from tests.jobs_fixtures import until
+from tests.retrain_fixtures import Pipeline, facts, few_anchors, jsonl, tiny_base
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = str(ROOT / "tests/training_processes_program.py")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def trained(folder: Path, lora_rank: int, *launcher: str) -> tuple[list[Any], dict[str, Any], int]:
+    """What was told of each step, the weights, and how many weights the last process had."""
+    folder.mkdir()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, PROGRAM, str(folder), str(lora_rank)]
+    if launcher:  # all processes end in step 9, and the training goes on from its checkpoint
+        ended = subprocess.run([*command, "9"], env=environ, check=False, timeout=200)
+        assert ended.returncode == 1
+    subprocess.run(command, env=environ, check=True, timeout=200)
+    metrics, _ = read_metrics(folder / "metrics.jsonl")
+    weights = torch.load(folder / "checkpoints/best.pt")["weights"]
+    number = max(folder.glob("parameters-*")).read_text()
+    told = [(each.event, each.tokens, each.right, each.loss) for each in metrics]
+    return told, weights, int(number)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_two_processes_with_half_of_the_weights_learn_what_one_learns(
+    tmp_path: Path, lora_rank: int
+) -> None:
+    one, weights, number = trained(tmp_path / "one", lora_rank)
+    two, same, half = trained(tmp_path / "two", lora_rank, *TORCHRUN)
+    assert len(one) > 20
+    assert [each[:3] for each in two] == [each[:3] for each in one]
+    assert [each[3] for each in two] == pytest.approx([each[3] for each in one], rel=1e-6)
+    assert half == number / 2
+    torch.testing.assert_close(same, weights, rtol=0, atol=1e-5)
+
+
+def workers(job: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    found = psutil.Process(job.pid).children()
+    return [each for each in found if "pipeline.retrain" in each.cmdline()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_ends_the_attempt_and_the_next_goes_on(
+    tmp_path: Path, killed: int
+) -> None:
+    train = {"max_tokens": 6_000, "tokens_per_step": 512, "learning_rate": 1e-3}
+    train |= {"checkpoint_seconds": 0.01, "anchors": few_anchors(tmp_path), "lora_rank": killed}
+    gate = {"min_learned": 0.0, "max_base_drift": 1.0}
+    pipeline = Pipeline(tmp_path, base_model=tiny_base(tmp_path), train=train, gate=gate)
+    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=30))}))
+    job = pipeline.start(folder, "1", "2")
+    try:
+        until(lambda: read_record(folder / "checkpoint.json", Checkpoint), seconds=240)
+        (worker,) = [each for each in workers(job) if each.environ()["RANK"] == str(killed)]
+        others = workers(job)
+        worker.send_signal(signal.SIGKILL)
+        assert job.wait(120) == TEMPORARY_FAILURE, (folder / "log.txt").read_text()
+        assert not [each for each in others if each.is_running()]
+    finally:
+        job.kill()
+        job.wait()
+    if (folder / "outcome.json").exists():
+        outcome = JobOutcome.model_validate_json((folder / "outcome.json").read_bytes())
+        assert outcome.may_pass and "ended too early" in str(outcome.reason)
+        (folder / "outcome.json").unlink()
+    saved = read_record(folder / "checkpoint.json", Checkpoint)
+    assert saved is not None and not saved.finished
+
+    assert pipeline.start(folder, "1", "2").wait(240) == 0, (folder / "log.txt").read_text()
+    outcome = JobOutcome.model_validate_json((folder / "outcome.json").read_bytes())
+    assert outcome.result == "published", outcome.reason
+    metrics, _ = read_metrics(folder / "metrics.jsonl")
+    steps = [metric.step for metric in metrics if metric.event == "step"]
+    done = read_record(folder / "checkpoint.json", Checkpoint)
+    assert done is not None and steps[-1] == done.step > saved.step
+    assert steps.count(1) == 1
