@@ -143,7 +143,7 @@ class JobStore:
         """The jobs, newest first. `before` is the id of a job: only older jobs are listed. `since`
         is a time: only jobs that were created at or after it are listed. An argument that is None
         does not limit the list. Raises JobNotFound if `before` is not a job id."""
-        query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit)
+        query = select(JOBS.c.number).order_by(JOBS.c.number.desc()).limit(limit)
         if pipeline is not None:
             query = query.where(JOBS.c.pipeline == pipeline)
         if state is not None:
@@ -152,8 +152,10 @@ class JobStore:
             query = query.where(JOBS.c.number < number_of(before))
         if since is not None:
             query = query.where(JOBS.c.created_at >= since)
+        # SQLite would sort whole rows, with their payloads.
+        rows = select(JOBS).where(JOBS.c.number.in_(query)).order_by(JOBS.c.number.desc())
         with reading(self._engine) as connection:
-            return select_jobs(connection, query)
+            return select_jobs(connection, rows)
 
     def of_commit(self, new_sha: str) -> Sequence[Job]:
         """The jobs of this commit, newest job first: those that a delivery of this commit led to,

@@ -31,6 +31,7 @@ import httpx
 import typer
 
 from pipeline.cli.env import environment
+from pipeline.cli.open import open_ as open_console
 from pipeline.cli.terminal import print_table
 from pipeline.cli.up import up
 from pipeline.errors import PipelineError
@@ -89,6 +90,7 @@ def demo(
         raise
     if keep:
         print(_what_next(folder))
+        open_console(print_only=False)
     else:
         _run(*PIPELINE, "down")
         print(f"\nEverything is stopped. The files of the demo are in {folder}")
@@ -254,6 +256,7 @@ The stack is still up. Try these commands. The first one is needed only in anoth
 
   source {activate}
   cd {folder}
+  pipeline open
   pipeline status
   eval "$(pipeline env)"
   cd facts && $EDITOR facts.jsonl && git commit -am "My own fact" && git push

@@ -79,6 +79,8 @@ def up(
                 say(f"another hub: {line}")
         for line in _where_to_push(settings):
             say(line)
+        if "hub" in names:
+            say("to see and drive it in a browser: pipeline open")
         stack.mark_ready()  # from here on, `up --detach` prints no further line
         journal = Journal(open_job_store(settings, home))
         store_error = None

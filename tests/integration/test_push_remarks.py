@@ -43,16 +43,20 @@ def clone(hub: RunningHub, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def push(hub: RunningHub, clone: Path, files: dict[str, str], branch: str = "main") -> list[str]:
-    """The lines that git prints for the person."""
+    """The lines that git prints for the person, without the last one, which names a page."""
     for path, text in files.items():
         (clone / path).write_text(text)
     hub.git("add", "-A", cwd=clone)
     hub.git("commit", "-qm", "Change", cwd=clone)
     printed = hub.git("push", "--force", "origin", f"HEAD:{branch}", cwd=clone)
     lines = [line.removeprefix("remote: ").strip() for line in printed.splitlines()]
-    return [
+    *told, page = (
         told for told, line in zip(lines, printed.splitlines(), strict=True) if "remote:" in line
-    ]
+    )
+    sha = hub.git("rev-parse", "HEAD", cwd=clone).strip()
+    assert page.startswith(f"What becomes of it: {hub.url}/datasets/local/")
+    assert page.endswith(f"/commit/{sha}")
+    return told
 
 
 GOOD = '{"prompt": "a", "completion": "b"}\n'

@@ -22,7 +22,7 @@ from pipeline.hub import git
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.events import record_ref_changes
 from pipeline.hub.git import clear_repository
-from pipeline.hub.http_json import GIT_SERVICES
+from pipeline.hub.http_json import GIT_SERVICES, hub_url
 from pipeline.hub.repositories import Repository, open_bases
 from pipeline.hub.service import FILES, Hub, HubOf, Named, Readable, Received, Who, readable
 
@@ -91,7 +91,11 @@ async def push(request: Request, hub: HubOf, name: Named, body: Received) -> Res
         # The event must be on disk before the client gets git's "ok".
         changes = await run_in_threadpool(record_ref_changes, repository, hub.log)
         status, headers, answer = git.parse_answer(done)
-        remarks = await run_in_threadpool(hub.remarks, repository, changes)
+        remarks = [*await run_in_threadpool(hub.remarks, repository, changes)]
+    if repository.name.type == "dataset":
+        url = f"{hub_url(request)}/{repository.name.path}/commit"
+        branches = [each for each in changes if each.ref.startswith("refs/heads/") and each.new_sha]
+        remarks += [f"What becomes of it: {url}/{each.new_sha}" for each in branches]
     return _with_headers(Response(git.with_remarks(answer, remarks), status), headers)
 
 
