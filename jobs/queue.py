@@ -32,6 +32,7 @@ from jobs.schema import (
     JOBS,
     end_job,
     fetch_job,
+    is_job_id,
     is_paused,
     is_pending,
     job_from_row,
@@ -450,7 +451,9 @@ def forget_jobs(
     """See `JobStore.forget`. Searches without the store's write lock, and deletes in small
     transactions, so that submissions never wait long for the lock."""
     with writing(engine) as connection:
-        is_kept = JOBS.c.number.in_(map(number_of, kept)), JOBS.c.ended_at < before
+        # A manifest of somebody's own trainer may name anything.
+        numbers = [number_of(each) for each in kept if is_job_id(each)]
+        is_kept = JOBS.c.number.in_(numbers), JOBS.c.ended_at < before
         until = clock(connection) + KEPT_SECONDS
         connection.execute(update(JOBS).where(*is_kept).values(lease_until=until))
     with reading(engine) as connection:

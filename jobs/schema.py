@@ -125,13 +125,17 @@ def job_id_of(number: int) -> str:
     return f"j{number:06d}"
 
 
+def is_job_id(text: str) -> bool:
+    digits = text.removeprefix("j")
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
+    return is_number and job_id_of(int(digits)) == text
+
+
 def number_of(job_id: str) -> int:
     """The number in a job id: 12 for `j000012`. Raises JobNotFound if the text is not a job id."""
-    digits = job_id.removeprefix("j")
-    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
-    if not is_number or job_id_of(int(digits)) != job_id:
+    if not is_job_id(job_id):
         raise JobNotFound(job_id)
-    return int(digits)
+    return int(job_id[1:])
 
 
 def job_from_row(

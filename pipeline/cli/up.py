@@ -54,9 +54,9 @@ def up(
     home = Home.find()
     settings = load_settings()
     settings.pipeline(settings.pipelines[0].name if settings.pipelines else None)
-    check_schemas(settings, home)
     services = choose(only, services_of(settings))
     names = {service.name for service in services}
+    check_schemas(settings, home, is_hub_here="hub" in names)
     missing = [fault for each in settings.pipelines if (fault := each.missing_base())]
     if missing and RUNNER.name in names:
         raise PipelineError("; ".join(missing))

@@ -140,10 +140,15 @@ def _rendered(repository: Repository, readme: contents.Entry) -> str:
 
 
 @router.get("/{owner}/{name}/raw/{revision}/{path:path}")
-def send_file(
-    request: Request, dataset: FollowedOf, scratch: api.Scratch, revision: str, path: str
+async def send_file(
+    request: Request,
+    hub: HubOf,
+    dataset: FollowedOf,
+    sent: api.UntilSent,
+    revision: str,
+    path: str,
 ) -> Response:
-    return api.resolve(request, dataset.repository, scratch, revision, unquote(path))
+    return await api.resolve(request, hub, dataset.repository, sent, revision, unquote(path))
 
 
 @router.get("/{owner}/{name}/rows")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, Query
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -120,11 +121,12 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 @router.get("/{pipeline}/{id}/files/{path:path}")
-def send_file(
-    request: Request, hub: HubOf, folder: FolderOf, scratch: contents.Scratch, id: str, path: str
+async def send_file(
+    request: Request, hub: HubOf, folder: FolderOf, sent: contents.UntilSent, id: str, path: str
 ) -> Response:
-    repository = hub.repositories.find(hub.releases.name(folder.name))
-    return contents.resolve(request, repository, scratch, id, unquote(path))
+    name = hub.releases.name(folder.name)
+    repository = await run_in_threadpool(hub.repositories.find, name)
+    return await contents.resolve(request, hub, repository, sent, id, unquote(path))
 
 
 @router.post("/{pipeline}/{act}")

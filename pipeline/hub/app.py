@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+import anyio.to_thread
 from fastapi import APIRouter, Depends, FastAPI
 from prometheus_client import generate_latest
 from sqlalchemy import text
@@ -60,6 +61,8 @@ from serving.http.server import BodiesInFlight, Server
 
 logger = logging.getLogger(__name__)
 
+NUM_THREADS = 100
+"""How many requests may wait for git or the database at once."""
 SHUTDOWN_SECONDS = 10
 """How long the hub waits for unfinished requests when it is told to stop."""
 
@@ -108,6 +111,8 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # Git's processes of files, lists and pushes may hold three times `max_git_processes`.
+        anyio.to_thread.current_default_thread_limiter().total_tokens = NUM_THREADS
         with only_hub_in(root):
             database = open_database(root, settings.database)
             metrics = HubMetrics()

@@ -261,12 +261,13 @@ def read_only(root: Path, url: str | None = None) -> Iterator[Connection]:
         engine.dispose()
 
 
-def check_database(root: Path, url: str | None = None) -> None:
-    """Raises the errors of `open_database`, and makes no file."""
+def check_database(root: Path, url: str | None = None, *, is_hub_here: bool = True) -> None:
+    """Raises the errors of `open_database`, and makes no file. The folders of the repositories are
+    looked for only if the hub runs on this machine."""
     with read_only(root, url) as connection:
         ids = connection.scalars(select(repositories.c.id)).all()
     repos = root / REPOS
-    if ids and not any((repos / f"{id}.git").is_dir() for id in ids):
+    if is_hub_here and ids and not any((repos / f"{id}.git").is_dir() for id in ids):
         # The hub would take each repository for one that a person removed.
         raise HubError(
             f"The hub's database has {len(ids)} repositories, but none of their folders is in "

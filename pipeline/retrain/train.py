@@ -248,7 +248,10 @@ def _train(
         checkpoints.set_weights(model, best)
     done = _checkpoint(plan, progress, "best.pt", mode)
     done = done.model_copy(update={"finished": True})
-    checkpoints.save(job_dir, done, {"weights": best or gathered(checkpoints.weights_of(model))})
+    # All processes must gather, or none: after a restart, only the first one may have `best`.
+    if not from_first(best is not None):
+        best = gathered(checkpoints.weights_of(model))
+    checkpoints.save(job_dir, done, {"weights": best})
     return done
 
 

@@ -142,14 +142,13 @@ class Outcomes:
         If a handler raises an exception, this method logs the exception. The outcome counts as
         handled, so the handler is not called again. Raises StoreError.
         """
-        away = self._store.now() - AWAY_SECONDS
-        jobs = [
-            job
-            for job in self._store.unhandled()
-            if (_is_here(job) or job.ended_at is None or job.ended_at < away)
-            and self._store.take_outcome(job.id, TAKEN_SECONDS)
-        ]
-        for job in jobs:
+        num_handled, away = 0, self._store.now() - AWAY_SECONDS
+        for job in self._store.unhandled():
+            is_mine = _is_here(job) or job.ended_at is None or job.ended_at < away
+            # Take each one just before its handlers, because those of others may take minutes.
+            if not is_mine or not self._store.take_outcome(job.id, TAKEN_SECONDS):
+                continue
+            num_handled += 1
             for handler in self._handlers:
                 try:
                     handler(job)
@@ -158,7 +157,7 @@ class Outcomes:
                         "a handler failed for the outcome of %s", job.id, extra={"job_id": job.id}
                     )
             self._store.handled(job.id)
-        return len(jobs)
+        return num_handled
 
     def follow(self, stop: threading.Event) -> None:
         """Call `poll` when the store has changed. If `poll` fails, log the error, and call it again

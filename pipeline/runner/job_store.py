@@ -41,12 +41,12 @@ def is_token_of_running_job(
     return job is not None and job.spec.pipeline == pipeline
 
 
-def check_schemas(settings: Settings, home: Home) -> None:
+def check_schemas(settings: Settings, home: Home, *, is_hub_here: bool = True) -> None:
     """Raise StoreError if another version of hotpush wrote the hub's database or the job store, and
-    HubError if the hub's repositories are gone.
+    HubError if the hub that runs here has lost its repositories.
 
     Call this before any service starts. A service creates its database when it starts. Without this
     check, the stack might create one database before it finds that the other one cannot be used.
     """
-    check_database(home.hub_dir, settings.hub.database)
+    check_database(home.hub_dir, settings.hub.database, is_hub_here=is_hub_here)
     reading_jobs(settings, home).close()

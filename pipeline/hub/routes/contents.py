@@ -1,13 +1,15 @@
 """API routes that list repositories, and describe one, its trees, commits and files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from functools import lru_cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import IO, Annotated
+from typing import Annotated
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, Depends, Query
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse
 
@@ -146,40 +148,45 @@ def commits(
     return JSONResponse(found[:limit], headers=headers)
 
 
-def scratch_file() -> Iterator[IO[bytes]]:
-    """An empty file that exists until the answer is sent. It is in the system's folder for such
-    files, because the hub's disk may be full."""
-    with NamedTemporaryFile() as file:
-        yield file
+async def until_sent() -> AsyncIterator[AsyncExitStack]:
+    """Ends what is in it when the answer is sent, or the client is gone."""
+    async with AsyncExitStack() as stack:
+        yield stack
 
 
-Scratch = Annotated[IO[bytes], Depends(scratch_file)]
+UntilSent = Annotated[AsyncExitStack, Depends(until_sent)]
 
 
 @files.api_route("/resolve/{revision:part}/{path:rest}", methods=["GET", "HEAD"])
 @files.api_route("/resolve/{revision:part}", methods=["GET", "HEAD"])
-def resolve(
+async def resolve(
     request: Request,
+    hub: HubOf,
     repository: Readable,
-    scratch: Scratch,
+    sent: UntilSent,
     revision: str,
     path: str = "",
 ) -> FileResponse:
     """The bytes of a file. If git has a pointer there, the bytes of the large file that it names.
     HEAD gets only the headers, which a client needs for its cache."""
-    commit = resolve_revision(repository, revision)
-    file = next(iter(find_paths(repository, commit, [path])), None)
+    commit = await run_in_threadpool(resolve_revision, repository, revision)
+    file = next(iter(await run_in_threadpool(find_paths, repository, commit, [path])), None)
     if file is None or file.type != "file":
         raise EntryNotFound(
             f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
         )
     headers = {"X-Repo-Commit": commit}
     if file.lfs is None:
+        # Clients that read slowly must not fill the disk with copies. They are in the system's
+        # folder for such files, because the hub's disk may be full.
+        await sent.enter_async_context(hub.git_slots["file"])
+        copy = sent.enter_context(NamedTemporaryFile())  # noqa: SIM115
         if request.method == "HEAD":  # only the size of the file is sent
-            scratch.truncate(file.size_bytes)
+            copy.truncate(file.size_bytes)
         else:
-            git(repository.folder, "cat-file", "blob", file.oid, into=scratch)
-        return file_answer(Path(scratch.name), file.oid, headers)
+            blob = ("cat-file", "blob", file.oid)
+            await run_in_threadpool(git, repository.folder, *blob, into=copy)
+        return file_answer(Path(copy.name), file.oid, headers)
     large = LargeFiles(repository.folder)
     if large.size(file.lfs.oid) is None:
         raise NotFound(
