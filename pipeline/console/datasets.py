@@ -8,7 +8,7 @@ from functools import lru_cache
 from io import BytesIO
 from itertools import chain
 from typing import Annotated, Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, urlencode
 
 from fastapi import APIRouter, Depends, Query
 from markdown_it import MarkdownIt
@@ -24,7 +24,7 @@ from pipeline.doctor.data_check import divided
 from pipeline.doctor.revision import opened, read_rows, rows_between
 from pipeline.formats import HEAD
 from pipeline.hub import contents
-from pipeline.hub.errors import BadRequest, RepositoryNotFound
+from pipeline.hub.errors import BadRequest, PreconditionFailed, RepositoryNotFound
 from pipeline.hub.http_json import pieces
 from pipeline.hub.repositories import Repository, known_heads, read_refs
 from pipeline.hub.routes import contents as api
@@ -38,8 +38,9 @@ from receiver.rules import full_ref
 
 COMMITS_A_PAGE = 20
 ROWS_A_PAGE = 50
-MAX_README = 50_000
-"""In characters. A longer README is cut, because it takes long to render."""
+MAX_README = 10_000
+"""In characters. A longer README is cut: a hostile one takes a second to render, and four times as
+long if it is twice as long."""
 PageNumber = Annotated[int, Query(ge=0, lt=10**6)]
 
 router = APIRouter(route_class=Page, prefix="/datasets")
@@ -53,7 +54,7 @@ class Followed:
     repository: Repository
     pipelines: Sequence[PipelineSettings]
     branch: str
-    """The one that the first pipeline follows."""
+    """The one that the first pipeline follows. `url` keeps this pipeline the first."""
     head: str | None
 
     @property
@@ -63,6 +64,12 @@ class Followed:
     @property
     def path(self) -> str:
         return f"/{self.repository.name.path}"
+
+    def url(self, page: str = "", **query: object) -> str:
+        """The address of one of its pages, for the same pipeline."""
+        if len(self.pipelines) > 1:
+            query["pipeline"] = self.pipelines[0].name
+        return f"{quote(self.path)}{page}?{urlencode(query)}"
 
 
 def followers(console: Console, dataset: str) -> list[PipelineSettings]:
@@ -190,7 +197,7 @@ async def edit(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
     files = {file: BytesIO(content)}
     parent, summary = editor.form.get("parent"), f"{verb} a row of {file}"
     sha = await commit(hub, editor, dataset, parent, summary, files)
-    return go(f"{dataset.path}/commit/{sha}")
+    return go(dataset.url(f"/commit/{sha}"))
 
 
 def _edited(editor: Visitor, dataset: Followed) -> tuple[str, bytes, str]:
@@ -226,7 +233,7 @@ async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: Followe
             raise BadRequest("No file was chosen: choose one, or drop it on the field.")
         summary = texts.get("message") or f"Upload {', '.join(files)}"[:200]
         sha = await commit(hub, editor, dataset, texts.get("parent"), summary, files)
-        return go(f"{dataset.path}/commit/{sha}")
+        return go(dataset.url(f"/commit/{sha}"))
     finally:
         await form.close()
 
@@ -236,5 +243,7 @@ async def commit(
 ) -> str:
     """Commits the files in the name of the person, on top of the commit that the person has seen.
     Returns the sha. Raises PreconditionFailed if the branch has moved since."""
+    if parent is None or (parent == "" and dataset.head is not None):
+        raise PreconditionFailed("The branch has moved since the page was read: reload the page.")
     name, branch, who = dataset.repository.name, dataset.branch, editor.identity
     return await commit_contents(hub, who, name, branch, parent or None, summary, files)

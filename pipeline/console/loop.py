@@ -11,15 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipeline.console.jobs import metrics_of, stages_of
-from pipeline.console.page import Console, ConsoleOf, Editor, Page, go, page
+from pipeline.console.page import Console, ConsoleOf, Page, page
 from pipeline.doctor.checks import CHECKS, check_releases, faults
 from pipeline.doctor.facts import Facts, advice_after_refusal, counts_text
-from pipeline.errors import PipelineError
 from pipeline.hub.contents import list_commits, resolve_revision
 from pipeline.hub.errors import RepositoryNotFound, RevisionNotFound
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_deliveries
-from pipeline.runner.serve_release import in_words, release_before, swap_in
 from pipeline.settings import PipelineSettings
 from serving.errors import ReleaseError
 from serving.weights.release_store import load_release, readable_served, release_ids
@@ -37,16 +35,6 @@ async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Respons
     looked_at = console.digest.made_at
     facts = await console.loops.get(partial(_facts, hub, console), since=looked_at)
     return page(request, "loop.html", now=time.time(), **facts)
-
-
-@router.post("/pipelines/{name}/rollback")
-def roll_back(console: ConsoleOf, _: Editor, name: str) -> Response:
-    pipeline = console.settings.pipeline(name)
-    chosen = release_before(console.home.releases_dir / pipeline.name)
-    result = swap_in(console.home, console.settings, pipeline, chosen)
-    if result is not None and result.result != "live":
-        raise PipelineError(in_words(result))
-    return go("/")
 
 
 def _facts(hub: Hub, console: Console) -> dict[str, Any]:

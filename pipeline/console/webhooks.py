@@ -1,7 +1,7 @@
 """The pages of webhooks and their deliveries."""
 
 import json
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -45,8 +45,9 @@ def create(hub: HubOf, visitor: Editor) -> Response:
         watched = [WatchedItem.parse(each) for each in form.get("watched", "").split()]
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    fields = {"watched": [each.model_dump() for each in watched]}
-    asked = api.checked(hub, api.WebhookRequest.model_validate({**form, **fields}))
+    fields: dict[str, Any] = {key: form[key] for key in ("url", "secret") if key in form}
+    fields["watched"] = [each.model_dump() for each in watched]
+    asked = api.checked(hub, visitor.identity, api.WebhookRequest.model_validate(fields))
     with hub.database.write() as connection:
         created = api.create_webhook(connection, asked, hub.secret_key)
     return go(f"/webhooks/{created.id}")

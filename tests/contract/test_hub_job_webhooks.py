@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 
 from jobs.job import Job
 from jobs.runner import Runner
@@ -148,3 +150,13 @@ def test_a_test_delivery_starts_nothing(hub: RunningHub, store: JobStore, worktr
     )
     assert delivery["response_head"] == '{"pong": true}'
     assert copies(store, source) == []
+
+
+def test_only_the_hubs_own_token_makes_a_webhook_that_starts_a_command(
+    hub: RunningHub, store: JobStore
+) -> None:
+    made = hub.request("POST", "/api/settings/tokens/ada?role=write").json()
+    writer = HfApi(endpoint=hub.url, token=made["token"])
+    with pytest.raises(HfHubHTTPError, match="needs the hub's own token"):
+        writer.create_webhook(job_id=source_of(store), watched=WATCHED)
+    writer.create_webhook(job_id=source_of(store, pipeline="facts"), watched=WATCHED)

@@ -80,7 +80,8 @@ def test_an_upload_is_a_commit_and_its_page_says_what_is_wrong(stack: Stack, ada
     bad = {"files": ("more.jsonl", b'{"question": "Q?"}\n')}
     page = ada.see(ada.send(upload, files=bad, parent=parent, message="More"))
     assert all(each in page for each in ("<h1>More</h1>", "more.jsonl, line 1: nothing to learn"))
-    ada.send(upload, 412, files={"files": ("more.jsonl", b"{}")}, parent=parent)
+    for old in (parent, ""):  # also of a page that showed no commit
+        ada.send(upload, 412, files={"files": ("more.jsonl", b"{}")}, parent=old)
     large = {"files": ("weights.bin", b"\0" * 2000)}
     ada.send(upload, files=large, parent=stack.head)
     [info] = stack.hub.api.get_paths_info("local/facts", ["weights.bin"], repo_type="dataset")

@@ -17,11 +17,11 @@ from jobs.job import seal
 from pipeline.hub import webhooks
 from pipeline.hub.database import webhooks as table
 from pipeline.hub.deliveries import check_literal
-from pipeline.hub.errors import BadRequest, NotSupported
+from pipeline.hub.errors import BadRequest, Forbidden, NotSupported
 from pipeline.hub.events import Event
 from pipeline.hub.http_json import Json, client_warning, json_body
 from pipeline.hub.repositories import REPOSITORY_TYPES, Repository, RepositoryName
-from pipeline.hub.service import Hub, HubOf, person
+from pipeline.hub.service import Hub, HubOf, Who, person
 from pipeline.hub.webhooks import (
     NO_FAILURES,
     SECRET,
@@ -137,11 +137,11 @@ def show(hub: HubOf, id: str) -> Json:
 
 
 def checked(
-    hub: HubOf, body: Annotated[WebhookRequest, json_body(WebhookRequest)]
+    hub: HubOf, identity: Who, body: Annotated[WebhookRequest, json_body(WebhookRequest)]
 ) -> WebhookRequest:
     """The request. What it watches without an owner is the hub's owner's, as in every other
-    request. Raises BadRequest if it names a job that a webhook cannot start, and NotSupported if it
-    has secrets."""
+    request. Raises BadRequest if a webhook cannot start the job that it names, Forbidden if the
+    client may not start it, and NotSupported if it has secrets."""
     if body.secrets:
         raise NotSupported(
             "secrets of a webhook: not supported by this hub. A job gets the environment of the "
@@ -151,9 +151,11 @@ def checked(
         if body.url is not None:
             raise BadRequest("`url` and `jobSourceId` are both set: set only one of them.")
         try:
-            hub.jobs_store.get(body.jobSourceId)
+            source = hub.jobs_store.get(body.jobSourceId)
         except JobNotFound as error:
             raise BadRequest(str(error)) from None
+        if source.spec.pipeline is None and not identity.owns_hub:
+            raise Forbidden(f"To run the command of {source.id} needs the hub's own token.")
     watched = tuple(item.with_owner(hub.settings.owner) for item in body.watched)
     return body.model_copy(update={"watched": watched})
 
