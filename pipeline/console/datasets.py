@@ -31,7 +31,7 @@ from pipeline.hub.routes import contents as api
 from pipeline.hub.routes.commits import Files, commit_contents
 from pipeline.hub.service import Hub, HubOf, check_site
 from pipeline.retrain.data import report_on
-from pipeline.retrain.editing import ANSWERS_FILE, from_texts, record_at, with_row
+from pipeline.retrain.editing import ANSWERS_FILE, as_texts, from_texts, record_at, with_row
 from pipeline.retrain.settings import DataSettings
 from pipeline.settings import PipelineSettings
 from receiver.rules import full_ref
@@ -192,21 +192,21 @@ def show_form(
     """The form for the row that begins on `line`, or for a new row."""
     with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
         rows.check_editable(file)
-        record = record_at(folder, file, line)
+        record = as_texts(record_at(folder, file, line))
     return page(request, "edit.html", dataset=dataset, file=file, line=line, record=record)
 
 
 @router.post("/{owner}/{name}/edit")
 async def edit(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
-    file, text, verb = await run_in_threadpool(_edited, editor, dataset)
-    files = {file: BytesIO(text.encode())}
+    file, content, verb = await run_in_threadpool(_edited, editor, dataset)
+    files = {file: BytesIO(content)}
     parent, summary = editor.form.get("parent"), f"{verb} a row of {file}"
     sha = await commit(hub, editor, dataset, parent, summary, files)
     return go(dataset.url(f"/commit/{sha}"))
 
 
-def _edited(editor: Visitor, dataset: Followed) -> tuple[str, str, str]:
-    """The file, its new text, and what was done with the row. `commit` refuses it if the form is
+def _edited(editor: Visitor, dataset: Followed) -> tuple[str, bytes, str]:
+    """The file, its new content, and what was done with the row. `commit` refuses it if the form is
     of an older commit."""
     form = editor.form
     file, number = form.get("file", ANSWERS_FILE), form.get("line", "")

@@ -107,15 +107,16 @@ async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
     if dataset is None or not right or not asked.question:
         raise BadRequest("This needs a question, an answer, and a dataset on this hub.")
 
-    def taught() -> tuple[str, str]:
+    def taught() -> dict[str, bytes]:
         with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
             found = teach(folder, rows.dataset, dataset.reading, asked.question, right)
-            rows.check_editable(found[0])
+            for file in found:
+                rows.check_editable(file)
             return found
 
-    file, text = await run_in_threadpool(taught)
+    contents = await run_in_threadpool(taught)
     summary = f"Correct the answer to: {' '.join(asked.question.split())[:60]}"
-    files = {file: BytesIO(text.encode())}
+    files = {file: BytesIO(content) for file, content in contents.items()}
     sha = await commit(hub, editor, dataset, dataset.head, summary, files)
     again = asked.model_copy(update={"commit": sha})
     return go(f"/playground?{urlencode(again.model_dump(exclude_none=True))}")

@@ -40,10 +40,11 @@ class Rows:
         return tuple(chain.from_iterable(self.dataset.rows.values()))
 
     def check_editable(self, file: str) -> None:
-        """Raises DataError if the file exists and was not read: to add a row would replace it. And
-        BadRequest if it cannot exist."""
-        why = {**self.dataset.files.ignored, **self.unread}.get(new_file_path(file))
-        if why is not None:
+        """Raises DataError if the file exists and was not read: to add a row would replace it. Also
+        if it is no text that a job reads, and BadRequest if it cannot exist."""
+        is_text = file.lower().endswith(CHECKED_SUFFIXES)
+        other = "" if is_text else f"its name ends with none of {', '.join(CHECKED_SUFFIXES)}"
+        if why := {**self.dataset.files.ignored, **self.unread}.get(new_file_path(file), other):
             raise DataError.at(file, None, f"its rows cannot be changed here: {why}")
 
 

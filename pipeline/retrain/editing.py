@@ -3,31 +3,37 @@
 import csv
 import io
 import json
-from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from pipeline.retrain.columns import Columns
+from pipeline.retrain.columns import Columns, RowColumns
 from pipeline.retrain.dataset import Dataset, read_dataset
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.reading import Unreadable, records, separator_of, suffix_of
+from pipeline.retrain.reading import Unreadable, csv_reader, records, row_of, suffix_of
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
 
 ANSWERS_FILE = "answers.jsonl"
-"""A new answer goes to this file if no file of the dataset has rows like it."""
+"""A new answer goes to this file if no other file takes it."""
 
 
 def record_at(folder: Path, file: str, line: int | None) -> Columns:
     """The columns of the row that begins on this line, as they stand in the file. Without a line,
-    those of the file's first row, or a question and an answer if it has none. Raises DataError."""
-    for start, _, record in _placed(folder, file) if (folder / file).is_file() else ():
-        if line in (start, None) and not isinstance(record, str):
-            return record
+    those of a new row, without their texts: the columns of the file's first row, or else of its
+    header, or a question and an answer. Raises DataError."""
+    placed = _placed(folder, file, line)
     if line is not None:
-        raise DataError.at(file, line, "no row that can be edited begins here; reload the page")
-    return {"question": "", "answer": ""}
+        return placed[line][1]
+    names = _names(file, _lines(folder, file)) or ("question", "answer")
+    like = next((record for _, record in placed.values()), dict.fromkeys(names, ""))
+    return {name: "" if isinstance(value, str) else value for name, value in like.items()}
+
+
+def as_texts(record: Columns) -> dict[str, str]:
+    """The values as a form shows them. A value that is no text is shown as JSON."""
+    return {name: str(value) if _is_text(value) else _json(value) for name, value in record.items()}
 
 
 def from_texts(texts: Mapping[str, str], like: Columns) -> Columns:
@@ -35,124 +41,146 @@ def from_texts(texts: Mapping[str, str], like: Columns) -> Columns:
     DataError."""
     try:
         return {
-            name: text if isinstance(like.get(name, ""), str) else json.loads(text)
+            name: text if _is_text(like.get(name, "")) else json.loads(text)
             for name, text in texts.items()
         }
     except ValueError as error:
         raise DataError(f"a column that is no text must be JSON ({error}); correct it") from None
 
 
-def with_row(folder: Path, file: str, line: int | None, record: Columns | None) -> str:
-    """The text of the file with this record in the place of the row that begins on `line`. A record
-    of None deletes the row; a line of None adds a row at the end. Raises DataError."""
+def with_row(folder: Path, file: str, line: int | None, record: Columns | None) -> bytes:
+    """The content of the file with this record in the place of the row that begins on `line`. A
+    record of None deletes the row; a line of None adds a row at the end. Raises DataError."""
     if (folder / file).is_dir():
         raise DataError.at(file, None, "it is a folder; name a file in it")
-    (folder / file).parent.mkdir(parents=True, exist_ok=True)
-    (folder / file).touch()
-    placed = list(_placed(folder, file))
-    with (folder / file).open(encoding="utf-8", newline="") as text:
-        lines = text.readlines()
-    if lines and not placed:
-        raise DataError.at(file, None, "no row can be added to a file of this form; name another")
-    begin = end = len(lines) + 1
-    if line is not None:
-        begin, end = next(
-            ((start - 1, stop) for start, stop, _ in placed if start == line), (begin, end)
+    placed, lines = _placed(folder, file, line), _lines(folder, file)
+    if lines and not placed and suffix_of(file) == ".json":
+        raise DataError.at(
+            file, None, "it is one list, whose rows cannot be changed here; edit it by hand"
         )
-    elif lines and not lines[-1].endswith("\n"):
-        lines[-1] += "\n"
-    if line is None and suffix_of(file) == ".txt":
-        lines.append("\n")
-    written = "" if record is None else _written(record, file, lines, placed)
-    return "".join((*lines[:begin], written, *lines[end:]))
+    line_end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    begin = end = len(lines)
+    if line is not None:
+        begin, end = line - 1, line - 1 + placed[line][0]
+    elif lines:
+        lines[-1] = lines[-1].rstrip("\r\n") + line_end * (2 if suffix_of(file) == ".txt" else 1)
+    written = "" if record is None else _written(record, file, lines)
+    written = written.replace("\r\n", "\n").replace("\n", line_end)
+    return "".join((*lines[:begin], written, *lines[end:])).encode()
 
 
 def teach(
     folder: Path, dataset: Dataset, settings: DataSettings, question: str, answer: str
-) -> tuple[str, str]:
-    """The name and the new text of the file that teaches this answer to the question. If a row has
-    the question, its answer is replaced, because two answers would contradict each other. Otherwise
-    a row is added, in the columns of the other rows. Raises DataError if no row can be added so
-    that a job learns it."""
-    files = {*dataset.by_file, *dataset.files.ignored}
-    for file, text in _candidates(folder, dataset, question, answer):
-        path = folder / file
-        before = path.read_bytes() if path.exists() else b""
-        path.write_text(text, encoding="utf-8", newline="")
-        bad: list[DataError] = []
-        rows = read_dataset(folder, {*files, file}, settings, bad.append).train
-        if any(row.answer == answer and question in _questions(row) for row in rows):
-            return file, text
-        path.write_bytes(before)
-    raise DataError(
-        f"no file of the dataset takes the row, and a row in {ANSWERS_FILE} would not be read; add "
-        "a row to one of the files by hand"
-    )
+) -> dict[str, bytes]:
+    """The files that teach this answer to the question, with their new contents. In each row that
+    has the question, the answer is replaced, because two answers would contradict each other. If
+    there is none, a row is added, in the columns of the other rows. Raises DataError if a job would
+    not learn the answer so."""
+    columns = RowColumns(settings.columns.model_dump(exclude_none=True))
+    contents: dict[str, bytes] = {}
+    for file, line, record in _edits(folder, dataset, columns, question, answer):
+        contents[file] = with_row(folder, file, line, record)
+        (folder / file).write_bytes(contents[file])
+    files = {*dataset.by_file, *dataset.files.ignored, *contents}
+    asked = _asked(read_dataset(folder, files, settings, lambda _: None), question)
+    if asked and all(row.answer == answer for row in asked):
+        return contents
+    places = ", ".join(row.place for row in asked) or f"a row of {', '.join(contents)}"
+    raise DataError(f"a job would not learn this answer from {places}; edit the rows by hand")
 
 
-def _candidates(
-    folder: Path, dataset: Dataset, question: str, answer: str
-) -> Iterator[tuple[str, str]]:
-    """What might teach the answer, as a file and its new text, the best first."""
-    rows = [row for row in dataset.train if row.line is not None and len(row.turns) == 1]
-    for row in [row for row in rows if question in _questions(row)][:1]:
-        assert row.line is not None
-        record = _replaced(record_at(folder, row.file, row.line), {row.answer: answer})
-        yield row.file, with_row(folder, row.file, row.line, record)
-    for row in [row for row in reversed(rows) if row.last_question != row.answer][:1]:
-        assert row.line is not None
+def _edits(
+    folder: Path, dataset: Dataset, columns: RowColumns, question: str, answer: str
+) -> Iterator[tuple[str, int | None, Columns]]:
+    """The file, the line of the row (None adds one), and the new record."""
+    asked = _asked(dataset, question)
+    others = [row for row in _asked(dataset) if row.answer != answer]
+    # The last row of a file first: its new answer may have more lines, which moves later rows.
+    for row in reversed(asked or others[-1:]):
         old = record_at(folder, row.file, row.line)
-        new = _replaced(old, {row.answer: answer, row.last_question: question})
-        # The other columns belong to the other row.
-        record = {key: value for key, value in new.items() if value != old[key]}
-        yield row.file, with_row(folder, row.file, None, record)
-    if not (folder / ANSWERS_FILE).exists():
-        record = {"question": question, "answer": answer}
-        yield ANSWERS_FILE, json.dumps(record, ensure_ascii=False) + "\n"
+        says = _replaced(old, row.answer, answer, columns, (row.last_question, answer))
+        asks = _replaced({**old, **says}, row.last_question, question, columns, (question, answer))
+        if asked:
+            yield row.file, row.line, {**old, **says}
+        elif says and asks:
+            # The other columns belong to the other row. `asks` stands first, as in most rows, and
+            # last because it has both texts if they are in one column.
+            yield row.file, None, {**asks, **says, **asks}
+            return
+    if not asked:
+        yield ANSWERS_FILE, None, {"question": question, "answer": answer}
 
 
-def _questions(row: Row) -> tuple[str | None, ...]:
-    return (row.last_question, *row.paraphrases)
+def _asked(dataset: Dataset, question: str | None = None) -> list[Row]:
+    """The rows that are one question and its answer: all, or those with this question."""
+    rows = [row for row in dataset.train if len(row.turns) == 1]
+    return [row for row in rows if question in (None, row.last_question, *row.paraphrases)]
 
 
-def _placed(folder: Path, file: str) -> Iterator[tuple[int, int, Columns | str]]:
-    """Each record, with the line on which it begins and the last one before the next record."""
+def _replaced(
+    record: Columns, old: str | None, new: str, columns: RowColumns, wanted: tuple[str | None, str]
+) -> Columns:
+    """The column that gives the row the wanted last question and answer if one text in it that is
+    `old` becomes `new`. Other texts may be equal by chance. Empty if there is none."""
+    text = json.dumps(record)
+    for found in re.finditer(re.escape(json.dumps(old)), text):
+        with suppress(ValueError):
+            changed = json.loads(text[: found.start()] + json.dumps(new) + text[found.end() :])
+            row = row_of(changed, columns, file="", number=0)
+            if (row.last_question, row.answer) == wanted:
+                return {name: changed[name] for name in record if changed[name] != record[name]}
+    return {}
+
+
+def _lines(folder: Path, file: str) -> list[str]:
+    """Empty if there is no such file."""
+    content = (folder / file).read_bytes() if (folder / file).is_file() else b""
+    return io.StringIO(content.decode(), newline="").readlines()
+
+
+def _placed(folder: Path, file: str, line: int | None) -> dict[int, tuple[int, Columns]]:
+    """The rows that can be edited: the first line of each → the number of its lines, and its
+    columns. Raises DataError, also if none begins on `line`."""
+    found = {}
     try:
-        found = list(records(folder, file))
+        for begin, num_lines, record in records(folder, file) if (folder / file).is_file() else ():
+            if begin is not None and not isinstance(record, str):
+                found[begin] = num_lines, record
     except Unreadable as error:
         raise DataError.at(file, error.line, str(error)) from error
-    with (folder / file).open(encoding="utf-8", newline="") as text:
-        num_lines = sum(1 for _ in text)
-    for (line, record), (after, _) in pairwise((*found, (num_lines + 1, ""))):
-        if line is not None and after is not None:
-            yield line, after - 1, record
+    if line is not None and line not in found:
+        raise DataError.at(file, line, "no row that can be edited begins here; reload the page")
+    return found
 
 
-def _written(
-    record: Columns, file: str, lines: Collection[str], placed: Collection[tuple[int, int, Any]]
-) -> str:
-    suffix = suffix_of(file)
+def _names(file: str, lines: Sequence[str]) -> list[str]:
+    """The columns that each row of the file has. Empty if a row may have any."""
+    if (suffix := suffix_of(file)) in (".csv", ".tsv"):
+        return next(csv_reader(iter(lines), suffix), [])
+    return ["text"] if suffix == ".txt" else []
+
+
+def _written(record: Columns, file: str, lines: Sequence[str]) -> str:
+    suffix, names = suffix_of(file), _names(file, lines)
+    if names and not record.keys() <= {*names}:
+        problem = f"its columns are {', '.join(names)}, not {', '.join(record)}; name another file"
+        raise DataError.at(file, None, problem)
     if suffix == ".txt":
-        return str(record["text"]).strip("\n") + "\n\n"
+        return str(record.get("text", "")).strip("\n") + "\n"
     if suffix not in (".csv", ".tsv"):
-        return json.dumps(record, ensure_ascii=False) + "\n"
-    header, row = next(iter(lines)), io.StringIO()
-    [*_, (_, _, last)] = placed
-    names = last if isinstance(last, Mapping) else record
-    separator = separator_of(header, suffix)
-    end = "\r\n" if header.endswith("\r\n") else "\n"
-    csv.writer(row, delimiter=separator, lineterminator=end).writerow(
-        record.get(name, "") for name in names
-    )
-    return row.getvalue()
+        return _json(record) + "\n"
+    text, dialect = io.StringIO(), csv_reader(iter(lines), suffix).dialect
+    writer = csv.DictWriter(text, names or list(record), dialect=dialect)
+    if not names:
+        writer.writeheader()
+    writer.writerow(record)
+    return text.getvalue()
 
 
-def _replaced(value: Any, texts: Mapping[str | None, str | None]) -> Any:
-    """The value of JSON with each text that is one of `texts` replaced."""
-    if isinstance(value, str):
-        return texts.get(value, value)
-    if isinstance(value, list):
-        return [_replaced(each, texts) for each in value]
-    if isinstance(value, Mapping):
-        return {key: _replaced(each, texts) for key, each in value.items()}
-    return value
+def _is_text(value: object) -> bool:
+    """Not if it has half of a character, which only an escape of JSON can write."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()

@@ -29,8 +29,9 @@ _NOT_AS_TEXT = ("TIMESTAMP", "DATE", "TIME")
 """Logical types of parquet whose values cannot always be converted: a time zone may be unknown, and
 a date may be after the year 9999."""
 
-_Record = tuple[int | None, Columns | str]
-"""The line, or None if it is not known; and the columns of the record, or what is wrong with it."""
+_Record = tuple[int | None, int, Columns | str]
+"""The first line, or None if it is not known; the number of lines; and the columns of the record,
+or what is wrong with it."""
 
 
 class Unreadable(Exception):
@@ -56,21 +57,28 @@ def read_file(
     raises nothing, these rows are left out.
     """
     try:
-        for number, (line, record) in enumerate(records(folder, file, reads)):
+        for number, (line, _, record) in enumerate(records(folder, file, reads)):
             try:
                 if isinstance(record, str):
                     raise ValueError(record)
-                content = _content(rename(record))
-                _check_json(content)
-                row = Row(**content, file=file, number=number, line=line)
-                if row.paraphrases and row.last_question is None:
-                    raise ValueError("`paraphrases` stand beside no question that is text")
+                row = row_of(record, rename, file=file, number=number, line=line)
             except ValueError as error:
                 on_error(DataError(str(error), place(file, number, line)))
             else:
                 yield row
     except Unreadable as error:
         on_error(DataError.at(file, error.line, str(error)))
+
+
+def row_of(record: Columns, rename: Callable[[Columns], Columns], **place: Any) -> Row:
+    """The row that these columns say. place: the fields of `Row` that say where it is. Raises
+    ValueError."""
+    content = _content(rename(record))
+    _check_json(content)
+    row = Row(**content, **place)
+    if row.paraphrases and row.last_question is None:
+        raise ValueError("`paraphrases` stand beside no question that is text")
+    return row
 
 
 def suffix_of(path: str) -> str:
@@ -138,13 +146,13 @@ def _jsonl(lines: Iterable[str]) -> Iterator[_Record]:
         if not text.strip():
             continue
         try:
-            yield line, _object(_loads(text.rstrip()))
+            yield line, 1, _object(_loads(text.rstrip()))
         except (ValueError, RecursionError) as error:
             reason = str(error)
             if isinstance(error, json.JSONDecodeError):
                 # The parser was given only one line of the file, so it would always say line 1.
                 reason = f"{error.msg} at character {error.pos + 1}"
-            yield line, f"not JSON ({reason}); each line must be one JSON object"
+            yield line, 1, f"not JSON ({reason}); each line must be one JSON object"
 
 
 def _json(text: str) -> Iterator[_Record]:
@@ -157,7 +165,7 @@ def _json(text: str) -> Iterator[_Record]:
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"not JSON ({error}); make it a list of objects") from error
     for record in records:
-        yield None, _object(record)
+        yield None, 1, _object(record)
 
 
 def _loads(text: str) -> Any:
@@ -178,26 +186,24 @@ def _object(record: object) -> Columns | str:
 
 
 def _csv(lines: Iterator[str], suffix: str) -> Iterator[_Record]:
-    csv.field_size_limit(sys.maxsize)
-    start = next(lines, "")
-    separator = separator_of(start, suffix)
-    reader = csv.reader(chain([start], lines), strict=True, delimiter=separator)
-    first = 1
+    reader = csv_reader(lines, suffix)
+    separator, first = reader.dialect.delimiter, 1
     try:
-        header = next(reader, [])
+        header: list[str] = next(reader, [])
         if problem := twice(header):
             raise Unreadable(problem, 1)
         first = reader.line_num + 1
         for values in reader:
+            at = first, reader.line_num - first + 1
             # A row without a value is no row: spreadsheets write such rows after the last one.
             if not any(map(str.strip, values)):
                 pass
             elif len(values) == len(header):
-                yield first, dict(zip(header, values, strict=True))
+                yield *at, dict(zip(header, values, strict=True))
             else:
                 fields = "1 field" if len(values) == 1 else f"{len(values)} fields"
                 yield (
-                    first,
+                    *at,
                     f"has {fields} where the header has {len(header)}; quote fields that contain "
                     f"{separator!r} or line breaks",
                 )
@@ -213,9 +219,12 @@ def _csv(lines: Iterator[str], suffix: str) -> Iterator[_Record]:
         ) from error
 
 
-def separator_of(header: str, suffix: str) -> str:
-    """What separates the fields of a CSV file with this first line."""
-    return max(_SEPARATORS[suffix], key=lambda each: _num_fields(header, each))
+def csv_reader(lines: Iterator[str], suffix: str) -> Any:
+    """Reads the fields of a CSV file, the header first. Its `dialect` knows what separates them."""
+    csv.field_size_limit(sys.maxsize)
+    start = next(lines, "").removeprefix("\ufeff")
+    separator = max(_SEPARATORS[suffix], key=lambda each: _num_fields(start, each))
+    return csv.reader(chain([start], lines), strict=True, delimiter=separator)
 
 
 def _num_fields(header: str, separator: str) -> int:
@@ -236,7 +245,7 @@ def _parquet(path: Path, reads: Callable[[str], bool]) -> Iterator[_Record]:
         ]
         for batch in table.iter_batches(batch_size=1024, columns=wanted):
             for record in batch.to_pylist():
-                yield None, record or dict.fromkeys(names)
+                yield None, 1, record or dict.fromkeys(names)
 
 
 def _is_readable(leaf: Any) -> bool:
@@ -253,7 +262,8 @@ def _text(text: str) -> Iterator[_Record]:
     line = 1
     for paragraph in text.split("\n\n"):
         if paragraph.strip():
-            yield line + len(paragraph) - len(paragraph.lstrip("\n")), {"text": paragraph}
+            begin = line + len(paragraph) - len(paragraph.lstrip("\n"))
+            yield begin, paragraph.strip("\n").count("\n") + 1, {"text": paragraph}
         line += paragraph.count("\n") + 2
 
 

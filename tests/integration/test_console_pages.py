@@ -69,7 +69,10 @@ def test_a_form_edits_adds_and_deletes_rows_and_the_commit_shows_the_difference_
     assert answers_in(stack) == ["At ten.", "So."]
     # Neither a file of this machine, nor one whose content would be lost.
     ada.see(f"{edit}?file=../../../etc/passwd&line=1", 400)
-    ada.send(edit, 409, **{**row, "file": "notes.pdf", "parent": stack.head})
+    # Nor one that no job reads.
+    for file in ("notes.pdf", "x.JSONL.gz", "facts", "LICENSE", "x.md"):
+        ada.send(edit, 409, **{**row, "file": file, "parent": stack.head})
+    assert "1 added" in ada.see(ada.send(edit, **{**row, "file": "new.csv", "parent": stack.head}))
 
 
 def test_an_upload_is_a_commit_and_its_page_says_what_is_wrong(stack: Stack, ada: Person) -> None:
