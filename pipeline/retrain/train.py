@@ -195,7 +195,7 @@ def _train(
         load_optimizer_state(model, optimizer, state.get("optimizer", {}))
     saved_at = time.monotonic()
     model.train()
-    for chosen in _steps(plan, progress, settings.seed):
+    for chosen in _steps(plan, progress, metrics, settings.seed):
         started = time.monotonic()
         rate = plan.learning_rate * _rate(plan, progress)
         try:
@@ -255,7 +255,9 @@ def _train(
     return done
 
 
-def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[list[list[int]]]:
+def _steps(
+    plan: TrainingPlan, progress: TrainingState, metrics: MetricsWriter, seed: int
+) -> Iterator[list[list[int]]]:
     """The blocks of each step, pass after pass, until the budget is used up."""
     length = block_length(plan.sequences)
     size = max(1, round(plan.step_tokens / length))
@@ -281,6 +283,8 @@ def _steps(plan: TrainingPlan, progress: TrainingState, seed: int) -> Iterator[l
             awaited = (*plan.counted, *progress.lost, *plan.unlearned)
             right = sum(bool(progress.streak[index]) for index in awaited)
             logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
+            rows = {"rows": len(awaited), "right": right}
+            metrics.write("train", "evaluation", step=progress.step, **rows)
             allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
