@@ -60,5 +60,6 @@ def train() -> int:
 
 
 torch.set_num_threads(1)
-is_part = "TORCHELASTIC_RUN_ID" in os.environ
-sys.exit(processes.run_part(train, loop.help_to_train) if is_part else train())
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    processes.run_part(train, loop.help_to_train)
+sys.exit(train())

@@ -86,8 +86,8 @@ def opened(
             dataset = read_dataset(folder, files, settings, bad.append)
         except ModuleNotFoundError as error:
             raise PipelineError(
-                f"the head of {CARD} needs {error.name} to be read, and it is not installed: "
-                "pip install 'hotpush[torch]'"
+                f"the head of {CARD} needs {error.name} to be read, and it is not installed; "
+                "run in the folder of hotpush: pip install -e '.[torch]'"
             ) from None
         yield folder, Rows(dataset=dataset, bad=tuple(bad), unread=unread)
 

@@ -18,7 +18,7 @@ def _main() -> int:
         from pipeline.retrain.processes import run_part
         from pipeline.retrain.train import help_to_train
 
-        return run_part(main, help_to_train)
+        run_part(main, help_to_train)
     return main()
 
 

@@ -9,6 +9,7 @@ file of the job, and may be on other machines. A process that is alone may call 
 """
 
 import copy
+import logging
 import os
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,9 +74,9 @@ def _start_here(nodes: int, processes: int) -> list[int]:
     return [0]
 
 
-def run_part(job: Callable[[], int], help_to_train: Callable[[Any, Any], None]) -> int:
+def run_part(job: Callable[[], int], help_to_train: Callable[[Any, Any], None]) -> NoReturn:
     """Run `job` in the first process. In the others, call `help_to_train` with what the first one
-    hands out, until its job has ended. Returns the exit code."""
+    hands out, until its job has ended. Ends the process with the exit code of the job."""
     # Before the group is made: if a model imports it later, Python sometimes crashes at its end.
     import torch._dynamo
 
@@ -97,7 +98,9 @@ def run_part(job: Callable[[], int], help_to_train: Callable[[Any, Any], None]) 
             from_first(None)
     finally:
         dist.destroy_process_group()
-    return code
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)  # Python sometimes crashes at its end, because threads of torch still run
 
 
 def num_processes() -> int:

@@ -103,7 +103,6 @@ def test_fields_nobody_knows_and_nulls_are_ignored(server: Server) -> None:
         ("POST", "/v1/completions", b" " * 9_000_000, 413),
         ("GET", "/v1/completions", b"", 405),
         ("GET", "/v1/nothing", b"", 404),
-        ("GET", "/", b"", 404),
         ("GET", "/v1/models/other", b"", 404),
         ("POST", "/admin/swap", b"{}", 401),
     ],

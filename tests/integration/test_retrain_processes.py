@@ -39,6 +39,8 @@ def trained(folder: Path, lora_rank: int, *launcher: str) -> tuple[list[Any], di
     return told, weights, int(number)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_two_processes_with_half_of_the_weights_learn_what_one_learns(
     tmp_path: Path, lora_rank: int

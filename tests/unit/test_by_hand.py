@@ -21,7 +21,7 @@ from pipeline.runner.submit import Dataset, submit_retraining
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack.record import Child, StackRecord
 from pipeline.stack.supervisor import Stack
-from pipeline.tokens import Tokens
+from pipeline.tokens import Tokens, load_tokens
 from tests.jobs_fixtures import until
 from tests.receiver_payloads import dataset_update
 
@@ -122,6 +122,7 @@ def test_a_job_sees_none_of_the_services_secrets(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(run.signal, "signal", lambda *_: None)
     monkeypatch.setattr(run, "log_to_stderr", lambda *_: None)
+    load_tokens(home.tokens_file)
     with open_job_store(load_settings(), home) as store:
         job = store.submit(JobSpec(command=("sh", "-c", "env > seen")))
     run.run_jobs(home, until_idle=True, with_hub=False)

@@ -34,7 +34,7 @@ def test_a_damaged_file_is_left_alone_and_named(tmp_path: Path, text: str) -> No
 
 
 def test_who_only_reads_creates_no_tokens(tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match=r"tokens\.json does not exist; restore it"):
+    with pytest.raises(PipelineError, match=r"tokens\.json does not exist; copy it from the hub's"):
         read_tokens(tmp_path / "tokens.json")
     assert not list(tmp_path.iterdir())
 
