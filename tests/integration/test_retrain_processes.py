@@ -35,7 +35,9 @@ def trained(folder: Path, lora_rank: int, *launcher: str) -> tuple[list[Any], di
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     weights = torch.load(folder / "checkpoints/best.pt")["weights"]
     number = max(folder.glob("parameters-*")).read_text()
-    told = [(each.event, each.tokens, each.right, each.loss) for each in metrics]
+    # The end of a pass, which has no loss, may be told again after a restart.
+    measured = [each for each in metrics if each.loss is not None]
+    told = [(each.event, each.tokens, each.right, each.loss) for each in measured]
     return told, weights, int(number)
 
 
