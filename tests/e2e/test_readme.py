@@ -108,9 +108,10 @@ def test_five_minutes_on_data_of_your_own(workplace: Workplace) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     # git sent 200 rows, `hf upload` and `push_to_hub` sent 20 new rows each. The uploads may share
     # a job with each other and with the push.
-    told = re.findall(r"^(r0\S+) .*learned \d+ of (\d+)", done.stdout, re.MULTILINE)
-    assert sum(int(num_rows) for _, num_rows in told) == 240, done.stdout
-    newest = told[0][0]
+    ended = r"^(j0\S+) .* (r0\S+) +learned \d+ of (\d+)"
+    told = {job: found for job, *found in re.findall(ended, done.stdout, re.MULTILINE)}
+    assert sum(int(num_rows) for _, num_rows in told.values()) == 240, done.stdout
+    newest, _ = told[max(told)]
     assert re.search(rf"^x-model-release: {newest}", done.stdout, re.MULTILINE | re.IGNORECASE)
     assert re.search(r'"text": ?" box 9\."', done.stdout), done.stdout
     assert "stopped receiver" in done.stdout

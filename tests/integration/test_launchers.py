@@ -41,7 +41,9 @@ class Engine:
 
     def processes(self) -> list[str]:
         """The commands of the stand-in that run now."""
-        shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+        shown = subprocess.run(
+            ["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True
+        )
         return [line for line in shown.stdout.splitlines() if f"{self.folder}/agent.sh" in line]
 
     def starts(self) -> list[str]:
