@@ -246,8 +246,9 @@ async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: Followe
 async def commit(
     hub: Hub, editor: Visitor, dataset: Followed, parent: str | None, summary: str, files: Files
 ) -> str:
-    """Commits the files in the name of the person, on top of the commit that the person has seen.
-    Returns the sha. Raises PreconditionFailed if the branch has moved since."""
+    """Commits the files in the name of the person, on top of the commit that the person has seen
+    (`parent`; empty if there was none). Returns the sha. Raises PreconditionFailed if the branch
+    has moved since."""
     if parent is None or (parent == "" and dataset.head is not None):
         raise PreconditionFailed("The branch has moved since the page was read: reload the page.")
     name, branch, who = dataset.repository.name, dataset.branch, editor.identity

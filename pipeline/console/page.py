@@ -103,7 +103,7 @@ Viewer = Annotated[Visitor, Depends(viewer)]
 async def form_of(request: Request) -> dict[str, str]:
     """The fields of a form. Raises Forbidden if a page of another site sends it."""
     check_site(request.scope)
-    # Not `request.form()`, because this needs another package.
+    # Not `request.form()`, which reads a body of any size.
     body = (await read_body(request)).decode(errors="replace")
     # Browsers end the lines of a form with CR and LF.
     return dict(parse_qsl(body.replace("%0D%0A", "%0A"), keep_blank_values=True))

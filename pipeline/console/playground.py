@@ -117,7 +117,7 @@ async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
     contents = await run_in_threadpool(taught)
     summary = f"Correct the answer to: {' '.join(asked.question.split())[:60]}"
     files = {file: BytesIO(content) for file, content in contents.items()}
-    sha = await commit(hub, editor, dataset, dataset.head, summary, files)
+    sha = await commit(hub, editor, dataset, dataset.head or "", summary, files)
     again = asked.model_copy(update={"commit": sha})
     return go(f"/playground?{urlencode(again.model_dump(exclude_none=True))}")
 

@@ -104,8 +104,9 @@ def test_a_job_is_cancelled(engine: Engine) -> None:
     name, launcher = "hotpush-j000002-1", engine.launcher
     launcher.cancel(name)
     engine.submit(name)
-    until(lambda: launcher.status(name).state == "running", 60)
+    until(lambda: launcher.status(name).state == "running" and engine.starts(), 60)
     launcher.cancel(name)
     until(lambda: launcher.status(name).state in ("ended", "unknown"), 60)
     launcher.cancel(name)
     until(lambda: not engine.processes(), 60)
+    assert len(engine.starts()) == 1, "a cancelled job is not started again"

@@ -91,6 +91,7 @@ def test_the_thread_outlives_an_error(store: JobStore, monkeypatch: pytest.Monke
     finally:
         stop.set()
         thread.join()
+    assert told == ids, "and not twice"
 
 
 def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(
