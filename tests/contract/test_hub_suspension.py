@@ -72,6 +72,20 @@ def test_a_failing_webhook_is_suspended_and_resumes_without_a_loss(
         assert any(at == level and id in said and words in said for at, said in messages)
 
 
+def test_what_used_up_its_schedule_is_dead_for_itself_alone(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    with hub_in(tmp_path, 0, 0.01, 0.01) as hub:
+        receiver.answers = [(503, {})] * 3
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        hub.create_dataset("local/a")
+        wait_until(lambda: states(hub, id) == ["dead"])
+        assert status(hub, id) == "suspended"
+        hub.create_dataset("local/b")
+        wait_until(lambda: states(hub, id) == ["dead", "delivered"])
+        assert status(hub, id) == "enabled"
+
+
 def test_another_secret_ends_a_suspension(receiver: Receiver, tmp_path: Path) -> None:
     with hub_in(tmp_path, 0, 60) as hub:
         receiver.answers = [(403, {})]
