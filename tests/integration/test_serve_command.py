@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from serving.engines.settings import TorchEngineSettings, VllmEngineSettings
 from serving.settings import ServingSettings
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
-from tests.serving_fixtures import echo_app, echo_release, network_release, running
+from tests.serving_fixtures import echo_app, echo_release, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,38 +46,14 @@ def serve(environment: dict[str, str], *arguments: str) -> subprocess.CompletedP
     )
 
 
-def test_a_damaged_release_is_named_in_the_line_of_the_start(
+def test_the_line_of_the_start_and_what_was_imported_is_not_looked_through_for_garbage(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    (tmp_path / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
-    folder = tmp_path / "home" / "releases" / "a"
-    older, damaged = network_release(folder, 1).id, network_release(folder, 2).id
+    """Otherwise streams would wait meanwhile."""
+    older, damaged = (echo_release(tmp_path, seed).id for seed in (1, 2))
     for release in (older, damaged):
-        set_current(folder, release)
-    next((folder / damaged).glob("*.safetensors")).unlink()
-    # Port 0 takes a free one, whatever is configured.
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        configured = str(busy.getsockname()[1])
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "serve", "--port", "0"],
-            env={**environment, "PIPELINE_SERVING__PORT": configured},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline().startswith("serving on http://127.0.0.1:")
-            line = process.stdout.readline()
-        finally:
-            process.terminate()
-            process.communicate()
-    assert line.endswith(f"answers: {older} from {folder / older} in place of {damaged}\n")
-
-
-def test_no_stream_waits_while_what_was_imported_is_looked_through_for_garbage(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    set_current(tmp_path, echo_release(tmp_path, 1).id)
+        set_current(tmp_path, release)
+    next((tmp_path / damaged).glob("*.safetensors")).unlink()
     code = """
 import gc, sys
 from pathlib import Path
@@ -96,10 +71,12 @@ serve(app, ServingSettings(port=0))
     assert process.stdout is not None
     try:
         url = process.stdout.readline().removeprefix("serving on ").strip()
+        line = process.stdout.readline()
         num_frozen, num_looked_through = httpx.get(f"{url}/frozen").json()
     finally:
         process.terminate()
         process.communicate()
+    assert line.endswith(f"answers: {older} from {tmp_path / older} in place of {damaged}\n")
     assert num_frozen > 10 * num_looked_through
 
 
