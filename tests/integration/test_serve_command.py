@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from serving.engines.settings import TorchEngineSettings, VllmEngineSettings
 from serving.settings import ServingSettings
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
-from tests.serving_fixtures import echo_app, echo_release, running
+from tests.serving_fixtures import echo_app, echo_release, running, server_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,17 +62,10 @@ app = echo_app(Path(sys.argv[1]))
 app.get("/frozen")(lambda: [gc.get_freeze_count(), len(gc.get_objects())])
 serve(app, ServingSettings(port=0))
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().removeprefix("serving on ").strip()
+    with server_process("-c", code, str(tmp_path), env=environment) as (url, process):
+        assert process.stdout is not None
         line = process.stdout.readline()
         num_frozen, num_looked_through = httpx.get(f"{url}/frozen").json()
-    finally:
-        process.terminate()
-        process.communicate()
     assert line.endswith(f"answers: {older} from {tmp_path / older} in place of {damaged}\n")
     assert num_frozen > 10 * num_looked_through
 
