@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +31,7 @@ from tests.serving_fixtures import (
     echo_app,
     echo_release,
     running,
+    server_process,
 )
 
 BODY = {"model": "answers", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
@@ -268,15 +267,8 @@ def test_a_server_process_swaps_pending_in_and_lets_its_last_answer_end_on_sigte
     first, second = echo_release(pipeline_dir, 1), echo_release(pipeline_dir, 2)
     set_current(pipeline_dir, first.id)
     set_pending(pipeline_dir, second.id)
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(pipeline_dir)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[-1]
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with server_process("-c", SERVE, str(pipeline_dir), env=env) as (url, process):
         # The port listens before the start is over, and answers once it is.
         with httpx.Client(base_url=url, timeout=30) as http:
             found = swap(http, second.id).json()
@@ -289,6 +281,3 @@ def test_a_server_process_swaps_pending_in_and_lets_its_last_answer_end_on_sigte
             process.send_signal(signal.SIGTERM)
             assert list(lines)[-2:] == ["data: [DONE]", ""]
         assert process.wait(timeout=20) == -signal.SIGTERM
-    finally:
-        process.kill()
-        process.communicate()
