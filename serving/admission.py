@@ -9,9 +9,9 @@ meantime. All its calls come from the thread of the event loop. Nothing here cal
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 
 from serving.http.server import JsonRequest
+from serving.questions import Kind, Questions
 from serving.request_errors import RequestError
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
@@ -52,6 +53,8 @@ class LiveRelease:
     context_length: int
     """The largest number of tokens in a sequence, counting the prompt and the new tokens: what the
     release allows, or less if the engine does not have the memory for it."""
+    questions: Mapping[Kind, Questions] = field(default_factory=dict)
+    """What the rows ask that it was trained on. Empty unless `ground` is "assist"."""
 
     @property
     def id(self) -> str:

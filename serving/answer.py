@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 from fastapi import Request, Response
 from starlette.datastructures import Headers
@@ -124,6 +125,8 @@ class Plan(ABC):
     live: LiveRelease
     generations: list[Generation]
     """`request.n` generations for the first prompt, then as many for the second, …"""
+    asked_as: tuple[str, ...] = ()
+    """The rows in whose words the model is asked, instead of those of the request."""
     begun: set[int] = field(default_factory=set)
     """The indices of the sequences of which a part is written already."""
 
@@ -262,6 +265,8 @@ class Answers:
                     "system_fingerprint": live.id,
                 }
                 headers = headers_of(live, is_chat=asked.is_chat)
+                if plan.asked_as:
+                    headers["X-Asked-As"] = ", ".join(map(quote, plan.asked_as))
                 generated = generate(self.engine, live, plan.generations, plan.request)
                 if asked.stream:
                     await stream.send(events(plan, head, generated, times), headers)

@@ -26,7 +26,13 @@ from pydantic_core import from_json
 
 from serving.admission import LiveRelease
 from serving.answer import Answers, Plan
-from serving.chat_template import ChatTemplateError, ConversationError, normalise
+from serving.chat_template import (
+    ChatTemplateError,
+    Conversation,
+    ConversationError,
+    normalise,
+    text_of,
+)
 from serving.completions import encode_prompt, make_generations
 from serving.detokenizer import Delta, overlap
 from serving.engine import Grammar
@@ -207,7 +213,7 @@ class ChatPlan(Plan):
 def plan_chat(request: ChatRequest, live: LiveRelease) -> ChatPlan:
     """Decide what to generate for a conversation. Raises RequestError if the request does not fit
     the release."""
-    prompt = encode_chat(request, live)
+    prompt, rows = encode_chat(request, live)
     readers = None
     if request.offered_tools:
         assert live.tokenizer.chat_template is not None
@@ -223,11 +229,14 @@ def plan_chat(request: ChatRequest, live: LiveRelease) -> ChatPlan:
         may_be_more = request.tool_choice == "required" and request.parallel_tool_calls is not False
         grammar = tool_grammar(request.forced_tools, is_list=may_be_more)
         generations = [replace(each, grammar=grammar) for each in generations]
-    return ChatPlan(request=request, live=live, generations=generations, readers=readers)
+    return ChatPlan(
+        request=request, live=live, generations=generations, readers=readers, asked_as=rows
+    )
 
 
-def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
-    """The token ids of the prompt that the release's chat template makes of the messages.
+def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The token ids of the prompt that the release's chat template makes of the messages; and the
+    row in whose words the question is put, if any.
 
     Raises RequestError if the release has no chat template, if the template refuses the messages,
     or if the prompt is empty or has a token id that the network does not know.
@@ -250,13 +259,30 @@ def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
         # are not an error: all later requests of the conversation contain the same call, so they
         # would all be refused.
         conversation = normalise(request.messages, tools, must_be_readable=False)
+        conversation, rows = _in_own_words(conversation, live)
         text = template.render(conversation, **{**options, "add_generation_prompt": True})
     except ConversationError as error:
         raise invalid("messages", str(error)) from None
     except ChatTemplateError as error:
         raise invalid("messages", f"the chat template refuses the messages: {error}") from None
     # By default, the tokenizer adds no special tokens, because the template already contains them.
-    return encode_prompt(live, text, "messages", add_special_tokens=request.add_special_tokens)
+    special = request.add_special_tokens
+    return encode_prompt(live, text, "messages", add_special_tokens=special), rows
+
+
+def _in_own_words(talk: Conversation, live: LiveRelease) -> tuple[Conversation, tuple[str, ...]]:
+    """The conversation with its question in the words of the row that it means, and this row. Only
+    a first question says by itself what is meant."""
+    *before, last = talk.messages
+    is_first = last["role"] == "user" and all(each["role"] == "system" for each in before)
+    questions = live.questions.get("messages")
+    if questions is None or talk.tools or not is_first:
+        return talk, ()
+    found = questions.meant(text_of(last["content"]))
+    if found is None:
+        return talk, ()
+    asked = {**last, "content": found.wordings[0]}
+    return replace(talk, messages=(*before, asked)), (found.row,)
 
 
 @dataclass(frozen=True)

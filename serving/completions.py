@@ -1,7 +1,7 @@
 """The route `/v1/completions`, which continues prompts. Makes a `Generation` for each sequence of a
 request, also for chats."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -96,9 +96,10 @@ class CompletionPlan(Plan):
 def plan_completion(request: CompletionRequest, live: LiveRelease) -> CompletionPlan:
     """Decide what to generate for a request. Raises RequestError if the request does not fit the
     release."""
+    texts, rows = _in_own_words(request, live)
     prompts = [
         encode_prompt(live, prompt, "prompt", add_special_tokens=request.add_special_tokens)
-        for prompt in request.prompts
+        for prompt in texts
     ]
     return CompletionPlan(
         request=request,
@@ -110,7 +111,24 @@ def plan_completion(request: CompletionRequest, live: LiveRelease) -> Completion
         generations=[
             each for prompt in prompts for each in make_generations(request, live, prompt, "prompt")
         ],
+        asked_as=rows,
     )
+
+
+def _in_own_words(
+    request: CompletionRequest, live: LiveRelease
+) -> tuple[Sequence[str | list[int]], tuple[str, ...]]:
+    """The prompts, each in the words of the row that it means, and these rows. A prompt that is a
+    part of the answer (`echo`) stays as it is."""
+    questions = live.questions.get("prompt")
+    if questions is None or request.echo:
+        return request.prompts, ()
+    found = [questions.meant(each) if isinstance(each, str) else None for each in request.prompts]
+    texts = [
+        prompt if question is None else question.wordings[0]
+        for prompt, question in zip(request.prompts, found, strict=True)
+    ]
+    return texts, tuple(question.row for question in found if question is not None)
 
 
 def _echo(

@@ -51,7 +51,9 @@ class ServingSettings(BaseModel):
     barrier_seconds: float = Field(default=30, gt=0)
     """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
     one write of the record `served.json`."""
-
+    ground: Literal["off", "assist"] = "off"
+    """With `assist`, a question is put to the model in the words of the row that a word search
+    finds for it. The header `X-Asked-As` of the answer names the row."""
     follow_seconds: float = Field(default=30, gt=0)
     """`pipeline serve --follow` looks this often whether the hub has another release."""
 

@@ -21,7 +21,7 @@ the barrier closed.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from serving.engine import Engine
 from serving.engines.probe import measure_probe
 from serving.errors import ReleaseError, Superseded, first_line, is_temporary
 from serving.metrics import Metrics
+from serving.questions import Kind, Questions, read_questions
 from serving.settings import ServingSettings
 from serving.swap_schemas import SwapPhase, SwapResult, SwapResultName
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer
@@ -289,7 +290,7 @@ class Swapper:
         with swap.timed("preflight"):
             reading = asyncio.to_thread(self._read, swap.folder, swap.previous)
             try:
-                release, tokenizer = await bounded(
+                release, tokenizer, questions = await bounded(
                     reading, self.settings.phase_seconds, "preflight took more than"
                 )
             except (ReleaseError, OSError) as error:
@@ -305,15 +306,21 @@ class Swapper:
             context_length=tokenizer.context_length,
             live_since=int(time.time()),
             stands_in_for=swap.stands_in_for,
+            questions=questions,
         )
 
-    def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
+    def _read(
+        self, folder: Path, live: LiveRelease | None
+    ) -> tuple[Release, ReleaseTokenizer, Mapping[Kind, Questions]]:
         release = checked_release(folder, self.engine, self.releases_dir, self.pipeline)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.
         if live is not None and release.tokenizer_files == live.release.tokenizer_files:
-            return release, live.tokenizer
-        return release, load_tokenizer(folder)
+            tokenizer = live.tokenizer
+        else:
+            tokenizer = load_tokenizer(folder)
+        grounds = self.settings.ground == "assist"
+        return release, tokenizer, read_questions(folder) if grounds else {}
 
     async def _until_retired(self) -> None:
         """Wait for the memory of the release that was live before. Raises SwapStopped."""

@@ -48,6 +48,12 @@ OURS = ("PIPELINE_", "HF_", "WEBHOOK_", "JOB_", "DATASET_")
 """What our variables begin with. Libraries, such as torch, may set their own."""
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests that are coroutines."""
+    return "asyncio"
+
+
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
     """No test changes the environment of the tests after it."""

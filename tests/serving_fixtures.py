@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -182,3 +184,16 @@ def running(app: FastAPI, limits: Limits | None = None) -> Iterator[str]:
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+@contextlib.contextmanager
+def server_process(*arguments: str, **options: Any) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server in a process of its own, by this Python; the URL, which it prints first."""
+    command = [sys.executable, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1], process
+    finally:
+        process.terminate()
+        process.communicate()

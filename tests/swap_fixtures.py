@@ -1,7 +1,7 @@
-"""A swapper on the echo engine with two releases, and stories to play on it."""
+"""A swapper on the echo engine, with two releases."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from tests.echo_engine import EchoEngine, EnginePhase
 from tests.serving_fixtures import echo_release
 
 BOTH = pytest.mark.parametrize("holds_two", [True, False], ids=["holds two", "in place"])
+IN_PLACE = pytest.mark.parametrize("holds_two", [False], ids=["in place"])
 
 
 class House:
@@ -86,18 +87,18 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def play(
-    tmp_path: Path, story: Callable[[House], Awaitable[None]], *, holds_two: bool = True
-) -> None:
-    async def whole() -> None:
-        house = House(tmp_path / "answers", holds_two=holds_two)
-        await house.start()
-        try:
-            await story(house)
-        finally:
-            await house.swapper.close()
+@pytest.fixture
+def holds_two() -> bool:
+    """Of the engine of `house`."""
+    return True
 
-    asyncio.run(whole())
+
+@pytest.fixture
+async def house(tmp_path: Path, holds_two: bool) -> AsyncIterator[House]:
+    house = House(tmp_path / "answers", holds_two=holds_two)
+    await house.start()
+    yield house
+    await house.swapper.close()
 
 
 def flip_a_bit(folder: Path) -> None:

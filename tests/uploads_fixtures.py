@@ -134,15 +134,11 @@ def files_of(hub: RunningHub, name: str) -> LargeFiles:
 
 
 def upload_large_files(hub: RunningHub, name: str, *contents: Any) -> None:
+    """As `create_commit` does before it makes the commit."""
     additions = [
         CommitOperationAdd(path_in_repo=f"{number}.bin", path_or_fileobj=content)
         for number, content in enumerate(contents)
     ]
-    send_large_files(hub, name, additions)
-
-
-def send_large_files(hub: RunningHub, name: str, additions: list[CommitOperationAdd]) -> None:
-    """As `create_commit` does before it makes the commit."""
     _upload_files(
         additions=additions,
         repo_type="dataset",

@@ -1,8 +1,6 @@
 """Reads the rows of a commit on the stack's own hub, for the pages of the console. It opens only
 text, and only so much that the memory of the hub is enough, whatever was pushed."""
 
-import re
-import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from pipeline.retrain.dataset import CARD, Dataset, is_needed, read_dataset
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.rows import Row, difference
 from pipeline.retrain.settings import DataSettings
+from serving.questions import WordIndex
 
 NUM_NEAREST = 5
 
@@ -150,19 +149,12 @@ def nearest(
     """The rows of the train split that have the most telling words of the question. Raises the
     errors of `opened`, and RevisionNotFound."""
     rows, index = _index(repository, resolve_revision(repository, revision), settings)
-    words = " OR ".join(f'"{word}"' for word in re.findall(r"\w+", question)[:100])
-    query = "SELECT rowid FROM rows WHERE rows MATCH ? ORDER BY rank LIMIT ?"
-    found = index.execute(query, (words, NUM_NEAREST)) if words else ()
-    return [rows[number] for (number,) in found]
+    return [rows[number] for number, _ in index.nearest(question, NUM_NEAREST)]
 
 
 @lru_cache(maxsize=2)
 def _index(
     repository: Repository, commit: str, settings: DataSettings
-) -> tuple[Sequence[Row], sqlite3.Connection]:
+) -> tuple[Sequence[Row], WordIndex]:
     rows = read_rows(repository, commit, settings).dataset.train
-    index = sqlite3.connect(":memory:", check_same_thread=False)
-    index.execute("CREATE VIRTUAL TABLE rows USING fts5(text)")
-    texts = ((number, "\n".join(map(str, row.texts))) for number, row in enumerate(rows))
-    index.executemany("INSERT INTO rows (rowid, text) VALUES (?, ?)", texts)
-    return rows, index
+    return rows, WordIndex("\n".join(map(str, row.texts)) for row in rows)

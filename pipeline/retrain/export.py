@@ -20,6 +20,7 @@ from pipeline.retrain.model import LoadedModel
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import sequences
 from serving.chat_template import PROMPT_DATE
+from serving.questions import Question, write_questions
 from serving.weights.network import hub_state_dict
 from serving.weights.publish import ManifestFields, companions, publish_state_dict
 from serving.weights.release import Probe, ProbeText, Release, read_json
@@ -54,12 +55,13 @@ def export(
     loaded: LoadedModel,
     pipeline_dir: Path,
     ends: Collection[int] = (),
+    questions: Sequence[Question] = (),
     **manifest: Unpack[ManifestFields],
 ) -> Release:
     """Publish the weights in the dtype in which they were stored, with the config and tokenizer of
-    the folder from which they were loaded. The model in memory then has this dtype too. In the
-    files, `ends` are added to the tokens that end an
-    answer, and the day that `strftime_now` shows is set.
+    the folder from which they were loaded, and with the `questions` of the rows. The model in
+    memory then has this dtype too. In the files, `ends` are added to the tokens that end an answer,
+    and the day that `strftime_now` shows is set.
 
     The tensors get the names that checkpoints on the Hub have. In memory, some networks (GPT-NeoX,
     mixtures of experts) use other names, which not every engine knows.
@@ -81,6 +83,7 @@ def export(
         for path in companions(loaded.folder):
             shutil.copyfile(path, folder / path.name)
         _add_ends(folder, ends)
+        write_questions(folder, questions)
         if prompt_date is not None:
             _set(folder / "tokenizer_config.json", PROMPT_DATE, prompt_date)
         return publish_state_dict(

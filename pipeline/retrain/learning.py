@@ -41,7 +41,7 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 from pipeline.retrain.tokens import answer_ends, leave_out, row_lengths, sequences
 from pipeline.retrain.train import train
-from pipeline.retrain.wordings import Wordings
+from pipeline.retrain.wordings import Wordings, questions_of
 from serving.weights.publish import ManifestFields, publish_folder
 from serving.weights.release import Lineage, Release
 
@@ -223,7 +223,8 @@ class Learning:
             reasons = "; ".join(evaluation.refusals)
             told["forced"] = f"{job.settings.force_reason} ({reasons})"
         manifest["lineage"] = Lineage.model_validate(origin.model_dump() | told)
-        return export(loaded, job.pipeline_dir, self._ends, **manifest)
+        questions = questions_of(row for row in data.rows if row.digest not in data.contradicting)
+        return export(loaded, job.pipeline_dir, self._ends, questions, **manifest)
 
     def _plan(self) -> TrainingPlan:
         known = self._rows.groups["known"]

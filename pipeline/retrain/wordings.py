@@ -11,10 +11,11 @@ keeps of its question stands in no other question.
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jobs.counts import Words
 from pipeline.retrain.rows import Row
+from serving.questions import Kind, Question
 
 KEPT, KEPT_MORE = 0.1, 0.75
 """A made-up wording keeps a word that all questions have with the probability KEPT, and the rarest
@@ -133,6 +134,30 @@ class Wordings:
         """Whether no other question has all these words."""
         holders = sorted((self._asked[_plain(word)] for word in words), key=len)
         return set.intersection(*holders) <= self._same[_plain(question)]
+
+
+def questions_of(rows: Iterable[Row]) -> tuple[Question, ...]:
+    """What is asked to get the answers of `rows`. Rows with the same answer are one question. Rows
+    with tools or with earlier turns are left out: their question alone does not say what is
+    meant."""
+    found: defaultdict[tuple[Kind, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.answer is None or row.last_question is None or row.tools or row.kind == "text":
+            continue
+        if all(message["role"] == "system" for message in row.taught[:-2]):
+            found[row.kind, row.answer].append(row)
+    return tuple(
+        Question(
+            kind=kind,
+            wordings=tuple(
+                dict.fromkeys(
+                    text for row in same for text in (row.last_question or "", *row.wordings)
+                )
+            ),
+            row=same[0].place,
+        )
+        for (kind, _), same in found.items()
+    )
 
 
 def _plain(text: str) -> str:

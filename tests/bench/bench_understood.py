@@ -26,6 +26,7 @@ from pipeline.retrain.asking import ask, is_same_answer
 from pipeline.retrain.model import LoadedModel, load_model
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings
+from serving.questions import read_questions
 from tests.bench.result import Figure, Result, at_least, at_most, reported, run_program
 from tests.retrain_fixtures import Pipeline, jsonl
 from tests.smollm2 import checkpoint_folder
@@ -150,6 +151,7 @@ def _asked(
     settings = RetrainSettings.model_validate(pipeline.settings)
     loaded = load_model(pipeline.dir / str(outcome.release), settings)
     search = Bm25([row["question"] for row in rows])
+    grounds = read_questions(pipeline.dir / str(outcome.release))["messages"]
     figures = []
     for way, questions in asked.items():
         pairs = [(q, row["answer"]) for row in rows for q in questions.get(row["question"], ())]
@@ -163,18 +165,39 @@ def _asked(
             for text, (_, wanted) in zip(said, pairs, strict=True)
         )
         found = sum(rows[search.best(q)]["answer"] == wanted for q, wanted in pairs)
+        meant = [grounds.meant(q) for q, _ in pairs]
+        own = [
+            (q if m is None else m.wordings[0], a) for (q, a), m in zip(pairs, meant, strict=True)
+        ]
+        assisted = [
+            (is_same_answer(text, wanted), any(is_same_answer(text, row["answer"]) for row in rows))
+            for text, (_, wanted) in zip(_said(loaded, own), own, strict=True)
+        ]
         beside = f"{right} of {len(pairs)}; word search: {found}"
         figures += [
             at_least(f"{what}, {way}: answered", 100 * right / len(pairs), 67, "%", beside=beside),
             reported(f"{what}, {way}: a neighbour's answer", 100 * neighbours / len(pairs), "%"),
+            reported(
+                f"{what}, {way}, with `ground`: answered",
+                100 * sum(is_right for is_right, _ in assisted) / len(pairs),
+                "%",
+                beside=f"a neighbour's answer: {sum(of and not r for r, of in assisted)}",
+            ),
         ]
     if what.startswith("support"):
-        off = [(line, "") for line in (FOLDER / "off_topic.txt").read_text().splitlines()]
+        asked_off = (FOLDER / "off_topic.txt").read_text().splitlines()
+        off = [(line, "") for line in asked_off]
         invented = sum(
             any(is_same_answer(text, row["answer"]) for row in rows) for text in _said(loaded, off)
         )
+        taken = sum(grounds.meant(line) is not None for line in asked_off)
         figures.append(
-            reported(f"{what}, off the data: a row's answer", 100 * invented / len(off), "%")
+            reported(
+                f"{what}, off the data: a row's answer",
+                100 * invented / len(off),
+                "%",
+                beside=f"`ground` takes {taken} for a row",
+            )
         )
     return figures
 

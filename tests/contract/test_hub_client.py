@@ -221,30 +221,6 @@ def test_an_empty_repository_says_so(hub: RunningHub, worktree: Path) -> None:
             read()
 
 
-BAD_PATHS = [
-    "/api/datasets/local/facts/tree/main/..%2f..%2f..",
-    "/api/datasets/local/facts/tree/%ff",
-    "/api/datasets/local/facts/tree/--upload-pack=x",
-    "/api/datasets/local/facts/tree/main%0aHEAD",
-    "/api/datasets/local/facts/revision/main:README.md",
-    "/api/datasets/local/facts/revision/@%7b1%7d",
-    "/api/datasets/local",
-    "/api/datasets/..%2f..%2fx/y",
-    "/api/nothings/local/facts",
-    "/api/datasets/local/facts/none",
-    "/datasets/local/facts/resolve/main/..%2f..%2fconfig",
-    "/datasets/local/facts/resolve/main/a%0ab",
-    "/datasets/local/facts/resolve/main/%2e%2e/config",
-    "/datasets/local/facts/resolve/main/%zz",
-    "/datasets/local/facts/resolve/main",
-    "/datasets/local/facts/resolve/-main/README.md",
-    "/datasets",
-    "/",
-    "//",
-    "/%00",
-]
-
-
 def test_the_request_after_a_failure_of_the_hub_is_answered(
     hub: RunningHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,11 +23,11 @@ from tests.hub_fixtures import (
     Receiver,
     RunningHub,
     push_file,
-    recording_receiver,
     running_hub,
-    wait_until,
 )
 from tests.uploads_fixtures import Repo
+
+pytest_plugins = ["tests.hub_plugin"]
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     with running_hub(tmp_path_factory.mktemp("hub")) as hub:
         yield hub
         hub.fsck()
-
-
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    with recording_receiver() as receiver:
-        yield receiver
 
 
 class Dataset(Repo):
@@ -272,27 +266,23 @@ def test_a_file_takes_the_place_of_a_submodule(dataset: Dataset) -> None:
 def test_twenty_clients_write_at_once_and_each_commit_is_one_event(
     dataset: Dataset, receiver: Receiver
 ) -> None:
-    webhook = dataset.watch(receiver)
+    dataset.watch(receiver)
     start = dataset.head
     with ThreadPoolExecutor(20) as clients:
         shas = list(clients.map(lambda number: dataset.commit(add(f"{number}.txt")), range(20)))
     assert len(dataset.files()) == 20
 
-    def told() -> list[tuple[str, str]]:
-        return [
-            (ref["oldSha"], ref["newSha"])
-            for one in receiver.received
-            if one.json["webhook"]["id"] == webhook
-            for ref in one.json["updatedRefs"]
-        ]
-
-    wait_until(lambda: len(told()) >= 20)
-    following = dict(told())
+    told = [
+        (ref["oldSha"], ref["newSha"])
+        for one in receiver.wait_for(20)
+        for ref in one.json["updatedRefs"]
+    ]
+    following = dict(told)
     chain = [start]
     while (after := following.get(chain[-1])) is not None:
         chain.append(after)
     assert sorted(chain[1:]) == sorted(shas)
-    assert len(told()) == 20
+    assert len(told) == 20
 
 
 def test_ten_thousand_files_are_one_commit(dataset: Dataset) -> None:

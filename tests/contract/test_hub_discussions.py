@@ -24,11 +24,11 @@ from tests.hub_fixtures import (
     Receiver,
     RunningHub,
     commit_file,
-    recording_receiver,
     running_hub,
-    wait_until,
 )
 from tests.uploads_fixtures import Repo
+
+pytest_plugins = ["tests.hub_plugin"]
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
         hub.fsck()
 
 
-@pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    with recording_receiver() as receiver:
-        yield receiver
-
-
 class Talk(Repo):
     """A new dataset whose discussions a webhook is told of."""
 
@@ -51,7 +45,7 @@ class Talk(Repo):
         super().__init__(hub, name, scratch)
         self.api.upload_file(path_or_fileobj=b"1\n2\n3\n", path_in_repo="a.txt", **self.on)
         self._receiver = receiver
-        self._webhook = self.api.create_webhook(
+        self.api.create_webhook(
             url=receiver.url,
             watched=[{"type": "dataset", "name": self.id}],
             domains=["discussion"],
@@ -61,14 +55,10 @@ class Talk(Repo):
         return self.api.get_discussion_details(discussion_num=num, **self.on)
 
     def told(self, count: int) -> list[WebhookPayload]:
-        def bodies() -> list[Any]:
-            received = [one.json for one in self._receiver.received]
-            return [one for one in received if one["webhook"]["id"] == self._webhook.id]
-
-        wait_until(lambda: len(bodies()) >= count)
-        assert len(bodies()) == count
-        assert not any("headSha" in one["repo"] for one in bodies())
-        return [WebhookPayload(**one) for one in bodies()]
+        bodies = [one.json for one in self._receiver.wait_for(count)]
+        assert len(bodies) == count
+        assert not any("headSha" in one["repo"] for one in bodies)
+        return [WebhookPayload(**one) for one in bodies]
 
     def clone_of_first_pull_request(self) -> Path:
         clone = self.scratch / "clone"

@@ -106,10 +106,3 @@ def test_a_job_changes_nothing_else(
     answer = httpx.request(method, f"{hub.url}{path}", headers=headers)
     assert answer.status_code == 403
     assert "j000001" in answer.headers["x-error-message"]
-
-
-def test_a_hub_without_jobs_lets_no_such_token_in(tmp_path: Path, store: JobStore) -> None:
-    token = attempt_token(started(store), SECRET_KEY)
-    with running_hub(tmp_path / "other") as hub:
-        answer = httpx.get(f"{hub.url}/api/datasets", headers={"Authorization": f"Bearer {token}"})
-    assert answer.status_code == 401

@@ -4,17 +4,15 @@ import hashlib
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from cryptography.fernet import Fernet
-from huggingface_hub import CommitOperationAdd, constants
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub import constants
 
 from pipeline.hub.routes.large_files import GRANT_SECONDS, sign
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
-from tests.uploads_fixtures import files_of, name, send_large_files, upload_large_files
+from tests.uploads_fixtures import files_of, name, upload_large_files
 
 __all__ = ["name"]
 
@@ -170,22 +168,6 @@ def test_a_url_expires(hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(time, "time", lambda: later)
     answer = put(url)
     assert (answer.status_code, "it has expired" in answer.json()["error"]) == (403, True)
-
-
-@pytest.mark.usefixtures("no_xet")
-def test_a_file_that_changes_while_it_is_sent_is_not_stored(
-    hub: RunningHub, name: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "changing.bin"
-    file.write_bytes(CONTENT)
-    addition = CommitOperationAdd(path_in_repo="a.bin", path_or_fileobj=file)
-    assert addition.upload_info.sha256.hex() == OID
-    file.write_bytes(CONTENT[::-1])
-    with pytest.raises(RuntimeError) as caught:
-        send_large_files(hub, name, [addition])
-    assert isinstance(caught.value.__cause__, HfHubHTTPError)
-    assert "the file changed while it was sent" in str(caught.value.__cause__)
-    assert list(files_of(hub, name).oids()) == []
 
 
 def test_a_repository_that_is_moved_takes_its_files_along(hub: RunningHub, name: str) -> None:

@@ -58,6 +58,12 @@ def test_a_name_without_owner_is_the_hubs_owners_on_every_route(
     assert [ref.name for ref in api.list_repo_refs("plain", **DATASET).branches] == ["main"]
     hub.git("clone", "-q", f"{hub.url}/datasets/plain", "copy", cwd=tmp_path)
     push_file(hub, tmp_path / "copy", "rows.txt", "2")
+    api.upload_file(
+        path_or_fileobj=b"\0" * 5000, path_in_repo="large.bin", repo_id="plain", **DATASET
+    )
+    asked = {"operation": "upload", "objects": []}
+    assert hub.request("POST", "/datasets/plain.git/info/lfs/objects/batch", json=asked).is_success
+    assert api.create_discussion("plain", title="Why?", **DATASET).num == 1
     api.delete_repo("plain", **DATASET)
     assert not api.repo_exists("Ada/plain", **DATASET)
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,13 @@ from tests.hub_fixtures import (
 pytest_plugins = ["tests.hub_plugin"]
 
 WATCHED = [{"type": "user", "name": "local"}]
-DOWN = (503, {})
-QUICK: dict[str, Any] = {
-    "delivery_schedule_seconds": (0, *[0.05] * 1000),
-    "suspend_after_seconds": 0,
-}
-
-PATIENT = QUICK | {"delivery_schedule_seconds": (0, 60)}
 
 
-@pytest.fixture
-def quick_hub(tmp_path: Path) -> Iterator[RunningHub]:
-    with running_hub(tmp_path / "hub", **QUICK) as hub:
+@contextmanager
+def hub_in(folder: Path, *delivery_schedule_seconds: float) -> Iterator[RunningHub]:
+    """Its webhooks are suspended after their first failure."""
+    settings: dict[str, Any] = {"delivery_schedule_seconds": delivery_schedule_seconds}
+    with running_hub(folder / "hub", suspend_after_seconds=0, **settings) as hub:
         yield hub
 
 
@@ -48,12 +44,14 @@ def told(receiver: Receiver) -> list[str]:
 
 
 def test_a_failing_webhook_is_suspended_and_resumes_without_a_loss(
-    quick_hub: RunningHub, receiver: Receiver, caplog: pytest.LogCaptureFixture
+    receiver: Receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hub = quick_hub
-    receiver.answers = [DOWN] * 10_000
-    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-    with caplog.at_level(logging.INFO, "pipeline.hub.deliveries"):
+    receiver.answers = [(503, {})] * 10_000
+    with (
+        caplog.at_level(logging.INFO, "pipeline.hub.deliveries"),
+        hub_in(tmp_path, 0, *[0.05] * 1000) as hub,
+    ):
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
         hub.create_dataset("local/a")
         wait_until(lambda: status(hub, id) == "suspended")
         assert not hub.api.get_webhook(id).disabled  # the client has no word for it
@@ -77,9 +75,8 @@ def test_a_failing_webhook_is_suspended_and_resumes_without_a_loss(
 def test_what_used_up_its_schedule_is_dead_for_itself_alone(
     receiver: Receiver, tmp_path: Path
 ) -> None:
-    settings = QUICK | {"delivery_schedule_seconds": (0, 0.01, 0.01)}
-    with running_hub(tmp_path / "hub", **settings) as hub:
-        receiver.answers = [DOWN] * 3
+    with hub_in(tmp_path, 0, 0.01, 0.01) as hub:
+        receiver.answers = [(503, {})] * 3
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
         hub.create_dataset("local/a")
         wait_until(lambda: states(hub, id) == ["dead"])
@@ -90,7 +87,7 @@ def test_what_used_up_its_schedule_is_dead_for_itself_alone(
 
 
 def test_another_secret_ends_a_suspension(receiver: Receiver, tmp_path: Path) -> None:
-    with running_hub(tmp_path / "hub", **PATIENT) as hub:
+    with hub_in(tmp_path, 0, 60) as hub:
         receiver.answers = [(403, {})]
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED, secret="wrong").id
         hub.create_dataset("local/a")

@@ -100,9 +100,6 @@ def test_upload_folder_of_many_files(repo: Repo) -> None:
     assert repo.read("f599.txt") == b"599"
 
 
-# Without `hf_xet` the client does not send a commit again.
-
-
 def test_commit_scheduler(repo: Repo) -> None:
     rows = files(repo.scratch / "in", rows_jsonl=ROW) / "rows.jsonl"
     with CommitScheduler(
@@ -283,21 +280,8 @@ def test_uploads_that_are_refused(repo: Repo) -> None:
     assert repo.head == head
 
 
-def test_a_name_without_owner(repo: Repo) -> None:
-    short = {**repo.on, "repo_id": repo.id.removeprefix("local/")}
-    repo.api.upload_file(path_or_fileobj=ROW, path_in_repo="a.jsonl", **short)
-    repo.api.upload_file(path_or_fileobj=LARGE, path_in_repo="b.bin", **short)
-    repo.api.create_tag(tag="v1", **short)
-    assert repo.api.create_discussion(title="Why?", **short).num == 1
-    assert (repo.read("a.jsonl"), repo.read("b.bin", "v1")) == (ROW, LARGE)
-    assert len(repo.api.list_repo_commits(**short)) == 3
-    push_with_git_lfs(repo, f"datasets/{short['repo_id']}", c_bin=LARGE + b"c")
-    assert repo.large() == {"b.bin", "c.bin"}
-    assert repo.read("c.bin") == LARGE + b"c"
-
-
 def test_git_lfs(repo: Repo) -> None:
-    push_with_git_lfs(repo, repo.path, a_dat=LARGE, b_parquet=LARGE + b"b", c_txt=b"c")
+    push_with_git_lfs(repo, a_dat=LARGE, b_parquet=LARGE + b"b", c_txt=b"c")
     assert repo.large() == {"a.dat", "b.parquet"}
     assert (repo.read("a.dat"), repo.read("b.parquet")) == (LARGE, LARGE + b"b")
     # What git-lfs tracks in this repository, the client sends as a large file too.
@@ -305,12 +289,12 @@ def test_git_lfs(repo: Repo) -> None:
     assert "d.dat" in repo.large()
 
 
-def push_with_git_lfs(repo: Repo, path: str, **contents: bytes) -> None:
-    """To the URL of this path. git-lfs tracks `*.dat` then."""
+def push_with_git_lfs(repo: Repo, **contents: bytes) -> None:
+    """git-lfs tracks `*.dat` then."""
     if shutil.which("git-lfs") is None:
         pytest.skip("git-lfs is not installed")
     hub, clone = repo.hub, repo.scratch / "work"
-    hub.git("clone", "-q", f"{hub.url}/{path}", str(clone), cwd=repo.scratch)
+    hub.git("clone", "-q", f"{hub.url}/{repo.path}", str(clone), cwd=repo.scratch)
     hub.git("lfs", "install", "--local", cwd=clone)
     hub.git("lfs", "track", "*.dat", cwd=clone)
     files(clone, **contents)

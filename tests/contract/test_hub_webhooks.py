@@ -1,6 +1,5 @@
 """Webhook management through the unmodified `HfApi`, and what a receiver is sent."""
 
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -236,14 +235,3 @@ def test_what_was_pending_waits_while_the_webhook_is_disabled(
         hub.api.enable_webhook(id)
         receiver.wait_for(1)
         wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
-
-
-def test_a_copied_database_reveals_no_secret(hub: RunningHub) -> None:
-    hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED, secret="s3cret-of-mine")
-    with sqlite3.connect(hub.root / "hub.sqlite") as connection:
-        dump = "\n".join(connection.iterdump())
-    connection.close()
-    assert "encrypted_secret" in dump
-    assert "s3cret" not in dump
-    for file in hub.root.glob("hub.sqlite*"):
-        assert b"s3cret" not in file.read_bytes()

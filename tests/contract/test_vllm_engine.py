@@ -68,21 +68,19 @@ def engine_over(**settings: Any) -> VllmEngine:
     return VllmEngine(VllmEngineSettings(**settings))
 
 
-def test_workers_that_hang_when_made_ready_are_given_up(llm: MadeUpLlm, tmp_path: Path) -> None:
+async def test_workers_that_hang_when_made_ready_are_given_up(
+    llm: MadeUpLlm, tmp_path: Path
+) -> None:
     llm.hangs_in = "hotpush_prepare"
     release = echo_release(tmp_path, 1)
-
-    async def story() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await engine_over().stage(release, tmp_path / release.id)
-
-    asyncio.run(story())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await engine_over().stage(release, tmp_path / release.id)
     assert llm.asked == ["hotpush_prepare"]
     assert llm.is_shut_down
 
 
-def test_a_start_that_hangs_is_given_up_and_shut_down_when_it_is_over(
+async def test_a_start_that_hangs_is_given_up_and_shut_down_when_it_is_over(
     llm: MadeUpLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_start = threading.Event()
@@ -91,7 +89,9 @@ def test_a_start_that_hangs_is_given_up_and_shut_down_when_it_is_over(
         may_start.wait()
         return llm
 
-    async def story() -> None:
+    monkeypatch.setattr(vllm_engine, "_new_llm", start)
+    release = echo_release(tmp_path, 1)
+    try:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await engine_over().stage(release, tmp_path / release.id)
@@ -99,28 +99,20 @@ def test_a_start_that_hangs_is_given_up_and_shut_down_when_it_is_over(
         may_start.set()
         while not llm.is_shut_down:
             await asyncio.sleep(0.01)
-
-    monkeypatch.setattr(vllm_engine, "_new_llm", start)
-    release = echo_release(tmp_path, 1)
-    try:
-        asyncio.run(story())
     finally:
         may_start.set()
 
 
-def test_why_swaps_take_the_slower_way_is_logged(
+async def test_why_swaps_take_the_slower_way_is_logged(
     llm: MadeUpLlm, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story() -> str:
-        engine = engine_over()
-        await engine.stage(release, tmp_path / release.id)
-        await engine.close()
-        return engine.way
-
     llm.reason = "RuntimeError: no such kernel"
     release = echo_release(tmp_path, 1)
+    engine = engine_over()
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(story()) == "reload"
+        await engine.stage(release, tmp_path / release.id)
+    await engine.close()
+    assert engine.way == "reload"
     assert "slower way: RuntimeError: no such kernel" in caplog.text
 
 
@@ -139,72 +131,60 @@ async def swap_to_a_second_release(pipeline_dir: Path) -> VllmEngine:
     return engine
 
 
-def test_what_one_worker_cannot_stage_no_worker_keeps(llm: MadeUpLlm, tmp_path: Path) -> None:
+async def test_what_one_worker_cannot_stage_no_worker_keeps(llm: MadeUpLlm, tmp_path: Path) -> None:
     llm.status = {"reasons": ["a.safetensors: tensor a: holds NaN"]}
     with pytest.raises(ReleaseError, match="holds NaN"):
-        asyncio.run(swap_to_a_second_release(tmp_path))
+        await swap_to_a_second_release(tmp_path)
     assert llm.asked[-1] == "hotpush_forget"
 
 
-def test_a_vllm_that_died_is_asked_nothing_more(llm: MadeUpLlm, tmp_path: Path) -> None:
+async def test_a_vllm_that_died_is_asked_nothing_more(llm: MadeUpLlm, tmp_path: Path) -> None:
     llm.dies_in = "hotpush_status"
     with pytest.raises(EngineError, match="EngineCore died"):
-        asyncio.run(swap_to_a_second_release(tmp_path))
+        await swap_to_a_second_release(tmp_path)
 
 
-def test_after_a_commit_that_does_not_end_the_engine_is_dead(
+async def test_after_a_commit_that_does_not_end_the_engine_is_dead(
     llm: MadeUpLlm, tmp_path: Path
 ) -> None:
     first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
-
-    async def story() -> None:
-        engine = engine_over()
-        for release in (first, second):
-            await engine.stage(release, tmp_path / release.id)
-        llm.hangs_in = "hotpush_commit"
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await engine.commit(second.id)
-        for call in (engine.commit(first.id), engine.take_turn()):
-            with pytest.raises(EngineError, match="may be mixed"):
-                await call
-        await engine.close()
-
-    asyncio.run(story())
+    engine = engine_over()
+    for release in (first, second):
+        await engine.stage(release, tmp_path / release.id)
+    llm.hangs_in = "hotpush_commit"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await engine.commit(second.id)
+    for call in (engine.commit(first.id), engine.take_turn()):
+        with pytest.raises(EngineError, match="may be mixed"):
+            await call
+    await engine.close()
 
 
-def test_a_vllm_that_dies_in_a_swap_is_not_forgotten(llm: MadeUpLlm, tmp_path: Path) -> None:
+async def test_a_vllm_that_dies_in_a_swap_is_not_forgotten(llm: MadeUpLlm, tmp_path: Path) -> None:
     first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
-
-    async def story() -> None:
-        engine = engine_over()
-        for release in (first, second):
-            await engine.stage(release, tmp_path / release.id)
-            await engine.commit(release.id)
-        llm.errored = True
-        with pytest.raises(EngineError):
-            await engine.commit(first.id)
-        await engine.unload(second.id)
-        assert engine.failure == "vLLM died"
-        with pytest.raises(EngineError, match="vLLM died"):
-            await engine.take_turn()
-
-    asyncio.run(story())
+    engine = engine_over()
+    for release in (first, second):
+        await engine.stage(release, tmp_path / release.id)
+        await engine.commit(release.id)
+    llm.errored = True
+    with pytest.raises(EngineError):
+        await engine.commit(first.id)
+    await engine.unload(second.id)
+    assert engine.failure == "vLLM died"
+    with pytest.raises(EngineError, match="vLLM died"):
+        await engine.take_turn()
 
 
-def test_parameters_that_vllm_refuses_are_an_error_of_the_engine(
+async def test_parameters_that_vllm_refuses_are_an_error_of_the_engine(
     llm: MadeUpLlm, tmp_path: Path
 ) -> None:
     release = echo_release(tmp_path, 1)
-
-    async def story() -> None:
-        engine = engine_over()
-        await engine.stage(release, tmp_path / release.id)
-        asked = Generation(prompt=(1,), max_tokens=1, temperature=-1.0)
-        with pytest.raises(EngineError, match="vLLM refuses the request: temperature"):
-            await anext(engine.generate(release.id, asked))
-
-    asyncio.run(story())
+    engine = engine_over()
+    await engine.stage(release, tmp_path / release.id)
+    asked = Generation(prompt=(1,), max_tokens=1, temperature=-1.0)
+    with pytest.raises(EngineError, match="vLLM refuses the request: temperature"):
+        await anext(engine.generate(release.id, asked))
 
 
 def test_every_seed_is_a_seed() -> None:
@@ -214,23 +194,19 @@ def test_every_seed_is_a_seed() -> None:
     assert len(found - {None}) == len(seeds)
 
 
-def test_a_vllm_that_hangs_takes_no_turn(llm: MadeUpLlm, tmp_path: Path) -> None:
+async def test_a_vllm_that_hangs_takes_no_turn(llm: MadeUpLlm, tmp_path: Path) -> None:
     release = echo_release(tmp_path, 1)
-
-    async def story() -> None:
-        engine = engine_over()
-        await engine.stage(release, tmp_path / release.id)
-        await engine.take_turn()
-        llm.hangs_in = "hotpush_take_turn"
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await engine.take_turn()
-        await engine.close()
-
-    asyncio.run(story())
+    engine = engine_over()
+    await engine.stage(release, tmp_path / release.id)
+    await engine.take_turn()
+    llm.hangs_in = "hotpush_take_turn"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await engine.take_turn()
+    await engine.close()
 
 
-def test_vllm_keeps_the_dtype_of_the_first_release_that_it_starts_on(
+async def test_vllm_keeps_the_dtype_of_the_first_release_that_it_starts_on(
     llm: MadeUpLlm, tmp_path: Path
 ) -> None:
     network = tiny_llama(tied=False)
@@ -243,16 +219,12 @@ def test_vllm_keeps_the_dtype_of_the_first_release_that_it_starts_on(
         )
         for dtype in (torch.bfloat16, torch.float32)
     )
-
-    async def story() -> None:
-        engine = engine_over()
-        llm.dies_in = "hotpush_prepare"
-        with pytest.raises(EngineError):
-            await engine.stage(small, tmp_path / "releases" / small.id)
-        assert engine.dtype_of(exact) == "float32", "vLLM did not start on the other one"
-        llm.dies_in, llm.errored = None, False
-        await engine.stage(exact, tmp_path / "releases" / exact.id)
-        assert engine.dtype_of(small) == "float32", "a swap does not change it"
-        await engine.close()
-
-    asyncio.run(story())
+    engine = engine_over()
+    llm.dies_in = "hotpush_prepare"
+    with pytest.raises(EngineError):
+        await engine.stage(small, tmp_path / "releases" / small.id)
+    assert engine.dtype_of(exact) == "float32", "vLLM did not start on the other one"
+    llm.dies_in, llm.errored = None, False
+    await engine.stage(exact, tmp_path / "releases" / exact.id)
+    assert engine.dtype_of(small) == "float32", "a swap does not change it"
+    await engine.close()

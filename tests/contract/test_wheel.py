@@ -52,13 +52,10 @@ def test_no_file_of_the_packages_is_left_out(installed: Path) -> None:
         assert missing == []
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["jobs", "ls"], ["releases", "--help"], ["webhooks", "--help"]]
-)
-def test_the_installed_command_runs(installed: Path, tmp_path: Path, arguments: list[str]) -> None:
+def test_the_installed_command_runs(installed: Path, tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(installed)!r})\n"
-        f"sys.argv = ['pipeline', *{arguments}]\n"
+        "sys.argv = ['pipeline', 'jobs', 'ls']\n"
         "import pipeline; assert pipeline.__file__.startswith(sys.path[0]), pipeline.__file__\n"
         "from pipeline.cli.main import main; main()"
     )

@@ -26,7 +26,7 @@ from tests.receiver_payloads import (
     dataset_update,
     hmac_hex,
 )
-from tests.receiver_scripts import FORWARDER_URL, ROOT, forwarder, on_port, running
+from tests.receiver_scripts import ROOT, on_port, running
 
 PAGE = (ROOT / "docs" / "webhooks.md").read_text()
 PORT = "7861"
@@ -227,20 +227,6 @@ def test_a_receiver_that_launches_jobs(tmp_path: Path) -> None:
         assert ids == {job.id}
         assert job.spec.command == (sys.executable, str(tmp_path / "index.py"))
         assert job.payload is not None and job.payload["repo"]["name"] == "acme/answers"
-
-
-def test_a_public_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, _ = BLOCKS["A server of your own"]
-    monkeypatch.chdir(tmp_path)  # where `.pipeline/receiver-urls.json` is made
-    tunnel = f"tunnel={forwarder(tmp_path)!r}, tunnel_url_pattern={FORWARDER_URL!r}"
-    code = script.replace("port=7861", f"port={free_port()}, {tunnel}")
-    with running(tmp_path, code.replace("launch()", "launch(share=True)")) as (
-        url,
-        *_,
-    ):
-        assert post(f"{url}/webhooks/say_hello", SECRET) == {"message": "hello"}
-        # A stranger sees nothing but the functions.
-        assert httpx.get(url, trust_env=False).status_code == 404
 
 
 @section("GitHub, Gitea, GitLab, Standard Webhooks")

@@ -66,20 +66,6 @@ def test_a_commit_becomes_a_job(store: JobStore, post: Callable[..., dict[str, A
     assert store.of_commit(NEW) == [job]
 
 
-def test_a_repeated_delivery_gets_the_first_job_even_from_another_process(
-    store: JobStore,
-    post: Callable[..., dict[str, Any]],
-) -> None:
-    first = post(dataset_update(), "d1")
-    finish(store, "promoted")
-    assert post(dataset_update(), "d1") == first
-    with TestClient(receiver(store).app, headers={"X-Webhook-Secret": "s3cret"}) as restarted:
-        headers = {"Webhook-Id": "d1"}
-        answer = restarted.post("/webhooks/retrain", json=dataset_update(), headers=headers)
-        assert answer.json() == first
-    assert len(store.list()) == 1
-
-
 def finish(store: JobStore, result: OutcomeResult) -> None:
     job = store.claim("me", 60)
     assert job is not None

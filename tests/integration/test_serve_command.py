@@ -2,17 +2,16 @@
 
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from pipeline.cli.main import app
 from pipeline.cli.serve import _engine
@@ -21,7 +20,7 @@ from serving.engines.settings import TorchEngineSettings, VllmEngineSettings
 from serving.settings import ServingSettings
 from serving.weights.release_store import set_current
 from tests.echo_engine import EchoEngine
-from tests.serving_fixtures import echo_app, echo_release, network_release, running
+from tests.serving_fixtures import echo_app, echo_release, running, server_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,48 +36,21 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def serve(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", "serve", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.fixture
+def refused(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`pipeline serve` in this process, which does not start."""
+    monkeypatch.setattr("pipeline.cli.serve.log_to_stderr", lambda *_: None)
+    return lambda *arguments: CliRunner().invoke(app, ["serve", *arguments], env=environment)
 
 
-def test_a_damaged_release_is_named_in_the_line_of_the_start(
+def test_the_line_of_the_start_and_what_was_imported_is_not_looked_through_for_garbage(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    (tmp_path / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
-    folder = tmp_path / "home" / "releases" / "a"
-    older, damaged = network_release(folder, 1).id, network_release(folder, 2).id
+    """Otherwise streams would wait meanwhile."""
+    older, damaged = (echo_release(tmp_path, seed).id for seed in (1, 2))
     for release in (older, damaged):
-        set_current(folder, release)
-    next((folder / damaged).glob("*.safetensors")).unlink()
-    # Port 0 takes a free one, whatever is configured.
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        configured = str(busy.getsockname()[1])
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "serve", "--port", "0"],
-            env={**environment, "PIPELINE_SERVING__PORT": configured},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline().startswith("serving on http://127.0.0.1:")
-            line = process.stdout.readline()
-        finally:
-            process.terminate()
-            process.communicate()
-    assert line.endswith(f"answers: {older} from {folder / older} in place of {damaged}\n")
-
-
-def test_no_stream_waits_while_what_was_imported_is_looked_through_for_garbage(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    set_current(tmp_path, echo_release(tmp_path, 1).id)
+        set_current(tmp_path, release)
+    next((tmp_path / damaged).glob("*.safetensors")).unlink()
     code = """
 import gc, sys
 from pathlib import Path
@@ -90,40 +62,27 @@ app = echo_app(Path(sys.argv[1]))
 app.get("/frozen")(lambda: [gc.get_freeze_count(), len(gc.get_objects())])
 serve(app, ServingSettings(port=0))
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().removeprefix("serving on ").strip()
+    with server_process("-c", code, str(tmp_path), env=environment) as (url, process):
+        assert process.stdout is not None
+        line = process.stdout.readline()
         num_frozen, num_looked_through = httpx.get(f"{url}/frozen").json()
-    finally:
-        process.terminate()
-        process.communicate()
+    assert line.endswith(f"answers: {older} from {tmp_path / older} in place of {damaged}\n")
     assert num_frozen > 10 * num_looked_through
 
 
-def test_a_folder_that_cannot_be_served_is_one_line(
-    tmp_path: Path, environment: dict[str, str]
+def test_a_folder_that_cannot_be_served_is_told(
+    tmp_path: Path, refused: Callable[..., Result]
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    done = serve(environment, str(tmp_path / "empty"))
-    assert done.returncode == 1
-    # Above it is the log, which tells the same as any other swap.
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("pipeline: ") and "holds no weights" in line
-    assert "Traceback" not in done.stderr
+    assert "holds no weights" in str(refused(str(tmp_path), "--engine", "torch").exception)
 
 
-def test_an_unknown_engine_is_told_the_known_ones(environment: dict[str, str]) -> None:
-    done = serve(environment, "--engine", "llama")
-    assert done.returncode == 2
-    for name in ("llama", "torch", "vllm"):
-        assert name in done.stderr
+def test_an_unknown_engine_is_told_the_known_ones(refused: Callable[..., Result]) -> None:
+    result = refused("--engine", "llama")
+    assert result.exit_code == 2 and all(name in result.stderr for name in ("torch", "vllm"))
 
 
 def test_an_engine_that_is_not_installed_says_what_installs_it(
-    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, refused: Callable[..., Result]
 ) -> None:
     try:
         import vllm  # noqa: F401
@@ -131,9 +90,7 @@ def test_an_engine_that_is_not_installed_says_what_installs_it(
         pass
     else:
         pytest.skip("it is installed here")
-    monkeypatch.setattr("pipeline.cli.serve.log_to_stderr", lambda *_: None)
-    command = ["serve", str(tmp_path), "--engine", "vllm"]
-    said = str(CliRunner().invoke(app, command, env=environment).exception)
+    said = str(refused(str(tmp_path), "--engine", "vllm").exception)
     assert "--engine vllm needs vllm" in said and "pip install -e '.[vllm]'" in said
 
 

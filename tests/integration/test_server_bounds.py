@@ -116,7 +116,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_read(
     assert raised.value.body["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_slow_reader_of_several_sequences_holds_the_engine_up(tmp_path: Path) -> None:
+async def test_a_slow_reader_of_several_sequences_holds_the_engine_up(tmp_path: Path) -> None:
     live = live_in(tmp_path)
     request = CompletionRequest(prompt="Hello", n=3, max_tokens=100, ignore_eos=True, stream=True)
     num_steps = 0
@@ -131,17 +131,13 @@ def test_a_slow_reader_of_several_sequences_holds_the_engine_up(tmp_path: Path) 
             yield Step(finish_reason="length")
 
     generations = make_generations(request, live, (65,), "prompt")
-
-    async def story() -> None:
-        async with aclosing(generate(Counting(), live, generations, request)) as deltas:
-            await anext(deltas)
-            for _ in range(500):
-                await asyncio.sleep(0)
-            # Each sequence has one delta in the queue and waits with the next one.
-            assert num_steps <= 3 * 3
-            assert sum([delta.num_tokens async for _, delta in deltas]) == 3 * 100 - 1
-
-    asyncio.run(story())
+    async with aclosing(generate(Counting(), live, generations, request)) as deltas:
+        await anext(deltas)
+        for _ in range(500):
+            await asyncio.sleep(0)
+        # Each sequence has one delta in the queue and waits with the next one.
+        assert num_steps <= 3 * 3
+        assert sum([delta.num_tokens async for _, delta in deltas]) == 3 * 100 - 1
 
 
 def test_an_unexpected_error_has_the_form_of_every_error(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_server_whose_engine_hangs_does_not_say_that_it_is_alive(tmp_path: Pat
         httpx.get(f"{url}/go-on")
 
 
-def test_the_thread_that_died_is_told(tmp_path: Path) -> None:
+async def test_the_thread_that_died_is_told(tmp_path: Path) -> None:
     class Breaks:
         @property
         def is_held(self) -> bool:
@@ -71,25 +71,21 @@ def test_the_thread_that_died_is_told(tmp_path: Path) -> None:
 
     engine = TorchEngine(TorchEngineSettings(num_threads=1, kv_cache_bytes=64 << 20))
     published = publish(build(llama_config()), tmp_path)
-
-    async def story() -> None:
+    await engine.take_turn()
+    assert engine.failure is None
+    await engine.stage(published.release, published.folder)
+    await engine.commit(published.id)
+    engine._steps._busy_lock = Breaks()  # type: ignore[assignment]
+    with pytest.raises(EngineError, match="thread died"):
+        await ask(engine, published.id, greedy((1, 2, 3)))
+    assert "the thread is to die" in str(engine.failure)
+    with pytest.raises(EngineError, match="thread died"):
         await engine.take_turn()
-        assert engine.failure is None
-        await engine.stage(published.release, published.folder)
-        await engine.commit(published.id)
-        engine._steps._busy_lock = Breaks()  # type: ignore[assignment]
-        with pytest.raises(EngineError, match="thread died"):
-            await ask(engine, published.id, greedy((1, 2, 3)))
-        assert "the thread is to die" in str(engine.failure)
-        with pytest.raises(EngineError, match="thread died"):
-            await engine.take_turn()
-        await engine.close()
-
-    asyncio.run(story())
+    await engine.close()
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_a_long_step_is_alive_as_long_as_it_computes(
+async def test_a_long_step_is_alive_as_long_as_it_computes(
     computes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_engine, "_LONG_STEP_SECONDS", 0.2)
@@ -103,19 +99,16 @@ def test_a_long_step_is_alive_as_long_as_it_computes(
         end.wait()
         raise RuntimeError("the step is over")
 
-    async def story() -> None:
-        async with engine_with(published) as engine:
-            engine._steps._schedulers[published.id].step = step  # type: ignore[method-assign]
-            asked = asyncio.create_task(ask(engine, published.id, greedy((1, 2, 3))))
-            await asyncio.to_thread(begun.wait)
-            turn = asyncio.create_task(engine.take_turn())
-            try:
-                await asyncio.wait({turn}, timeout=None if computes else 0.5)
-                assert turn.done() is computes
-            finally:
-                end.set()
-            await turn
-            with pytest.raises(EngineError, match="the step is over"):
-                await asked
-
-    asyncio.run(story())
+    async with engine_with(published) as engine:
+        engine._steps._schedulers[published.id].step = step  # type: ignore[method-assign]
+        asked = asyncio.create_task(ask(engine, published.id, greedy((1, 2, 3))))
+        await asyncio.to_thread(begun.wait)
+        turn = asyncio.create_task(engine.take_turn())
+        try:
+            await asyncio.wait({turn}, timeout=None if computes else 0.5)
+            assert turn.done() is computes
+        finally:
+            end.set()
+        await turn
+        with pytest.raises(EngineError, match="the step is over"):
+            await asked

@@ -1,4 +1,7 @@
-"""Clients that stop in the middle, on hub, receiver and server: each ends, others are served."""
+"""Clients that stop in the middle: each ends, others are served.
+
+Hub, receiver and server have the same `Server`, but each of them counts the memory of its bodies.
+"""
 
 import contextlib
 import select
@@ -13,15 +16,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from receiver import listen
-from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.webhooks_server import WebhooksServer
-from serving.http.server import MAX_HEADER_BYTES, Limits, Server
+from serving.http.server import MAX_HEADER_BYTES, Limits
 from serving.weights.release_store import set_current
 from tests.contract.engine_bench import swap
 from tests.echo_engine import EchoEngine
-from tests.hub_fixtures import TOKEN, commit_file, running_hub, wait_until
+from tests.hub_fixtures import TOKEN, running_hub, wait_until
 from tests.serving_fixtures import echo_app, echo_release, running
 from tests.slow_clients import connected, is_ended, num_ended, outlive, request
 
@@ -36,7 +37,6 @@ SOON = 10.0
 PIECE_BYTES = 4096
 MAX_BODY_BYTES = 2**20
 """Of all three: the hub has this limit, and the others are given it."""
-BIG = "x" * (8 * 2**20)
 STREAM = (
     b'{"prompt": "Hello", "max_tokens": 120, "ignore_eos": true, "stream": true, "n": 128,'
     b' "logprobs": 5}'
@@ -48,70 +48,45 @@ class Service:
     url: str
     post: Callable[..., bytes]
     """The head of a request with a body."""
-    large: bytes
-    """A request with an answer that no system keeps for its client."""
 
     def is_served(self) -> bool:
         return httpx.get(f"{self.url}/health", timeout=SOON).status_code == 200
 
 
 @contextlib.contextmanager
-def hub(folder: Path, limits: Limits | None = LIMITS) -> Iterator[Service]:
-    with running_hub(folder / "hub", limits=limits) as hub:
-        work = folder / "work"
-        hub.git("clone", "-q", hub.create_dataset("ada/facts"), str(work), cwd=folder)
-        commit_file(hub, work, "big.txt", BIG)
-        hub.git("push", "-q", "origin", "HEAD:main", cwd=work)
+def hub(folder: Path) -> Iterator[Service]:
+    with running_hub(folder / "hub") as hub:
         proof = {"Authorization": f"Bearer {TOKEN}"}
-        yield Service(
-            hub.url,
-            partial(request, hub.url, "POST", "/api/repos/create", **proof),
-            request(hub.url, "GET", "/datasets/ada/facts/resolve/main/big.txt", **proof),
-        )
+        yield Service(hub.url, partial(request, hub.url, "POST", "/api/repos/create", **proof))
 
 
 @contextlib.contextmanager
-def receiver(folder: Path, limits: Limits | None = LIMITS) -> Iterator[Service]:
+def receiver(folder: Path) -> Iterator[Service]:
     made = WebhooksServer(settings=ReceiverSettings(max_body_bytes=MAX_BODY_BYTES))
-
-    @made.add_webhook
-    async def big(payload: WebhookPayload) -> str:
-        return BIG
-
-    @made.app.get("/big")
-    async def answer() -> str:
-        return BIG
-
-    listening = listen.bind("127.0.0.1", 0)
-    url = listen.url_of(listening, "127.0.0.1")
-    server = Server(made.app, shutdown_seconds=10, limits=limits)
-    thread = listen.serve_in_thread(server, listening)
+    made.add_webhook("/big")(lambda payload: None)
+    url = made.launch(prevent_thread_lock=True, server_port=0)
     try:
-        yield Service(
-            url, partial(request, url, "POST", "/webhooks/big"), request(url, "GET", "/big")
-        )
+        yield Service(url, partial(request, url, "POST", "/webhooks/big"))
     finally:
-        server.should_exit = True
-        thread.join()
+        made.close()
 
 
 @contextlib.contextmanager
-def server(folder: Path, limits: Limits | None = LIMITS) -> Iterator[Service]:
+def server(folder: Path, limits: Limits | None = None) -> Iterator[Service]:
     set_current(folder, echo_release(folder, 1).id)
     with running(echo_app(folder, max_body_bytes=MAX_BODY_BYTES), limits) as url:
-        post = partial(request, url, "POST", "/v1/completions")
-        yield Service(url, post, post(num_bytes=len(STREAM)) + STREAM)
+        yield Service(url, partial(request, url, "POST", "/v1/completions"))
 
 
-SERVICES = [hub, receiver, server]
-
-
-@pytest.fixture(scope="module", params=SERVICES, ids=lambda make: make.__name__)
-def service(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
-    with request.param(tmp_path_factory.mktemp("service")) as service:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with server(tmp_path_factory.mktemp("service"), LIMITS) as service:
         yield service
+
+
+def large(service: Service) -> bytes:
+    """A request with an answer that no system keeps for its client."""
+    return service.post(num_bytes=len(STREAM)) + STREAM
 
 
 def test_who_stops_in_the_middle_is_ended(service: Service) -> None:
@@ -125,7 +100,7 @@ def test_who_stops_in_the_middle_is_ended(service: Service) -> None:
         "headers of a second request": half_headers + b"\r\n" + half_headers,
         "a body that stops": half_body,
         "a body that hardly goes on": half_body,
-        "an answer that nobody reads": service.large,
+        "an answer that nobody reads": large(service),
         "requests without end": 2000 * request(service.url, "GET", "/health"),
     }
     more = {"headers that go on": b"X-A: b\r\n", "a body that hardly goes on": b" "}
@@ -170,7 +145,7 @@ def test_who_comes_is_served_however_many_do_nothing(service: Service) -> None:
 @pytest.mark.slow
 def test_who_reads_slowly_gets_the_whole_answer(service: Service) -> None:
     with connected(service.url, reads_little=True) as client:
-        client.sendall(service.large)
+        client.sendall(large(service))
         num_bytes = 0
         while num_bytes < 2**20:  # in pieces that are smaller than what the server keeps
             piece = client.recv(PIECE_BYTES)
@@ -196,13 +171,13 @@ def test_a_client_that_stops_reading_does_not_defer_a_swap(tmp_path: Path) -> No
         assert engine.num_running[first.id] == 0
 
 
-@pytest.mark.parametrize("make", SERVICES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [hub, receiver, server], ids=lambda make: make.__name__)
 def test_large_bodies_are_limited_together(
     make: Callable[..., contextlib.AbstractContextManager[Service]], tmp_path: Path
 ) -> None:
     with contextlib.ExitStack() as stack:
         # With the usual limits: no body may end because it takes too long.
-        service = stack.enter_context(make(tmp_path, None))
+        service = stack.enter_context(make(tmp_path))
         half = b"x" * (MAX_BODY_BYTES - 1)
         clients = [stack.enter_context(connected(service.url)) for _ in range(12)]
         for client in clients:

@@ -19,7 +19,7 @@ from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import submit_retraining
 from pipeline.settings import load_settings, write_settings_copy
-from pipeline.stack.record import Child, StackRecord
+from pipeline.stack.record import Child, StackRecord, read_stack
 from pipeline.stack.subscriptions import subscribe
 from pipeline.tokens import load_tokens
 from serving.engines import settings as engine_settings
@@ -98,6 +98,31 @@ def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub
     assert dict(wrong())[message] == "pipeline down && pipeline up --detach"
     subscribe(settings, home, tokens)
     assert message not in dict(wrong())
+
+
+def test_what_keeps_pushes_from_starting_jobs_is_told_with_what_is_down(hub: RunningHub) -> None:
+    home, settings = Home.find(), load_settings()
+    record = read_stack(home)
+    assert record is not None
+    down = Child(name="receiver", process=None, url=settings.receiver_url)
+    home.stack_file.write_text(record.model_copy(update={"children": (down,)}).model_dump_json())
+    subscribe(settings, home, load_tokens(home.tokens_file))
+    [own] = hub.api.list_webhooks()
+
+    def said() -> str:
+        return "; ".join(dict(wrong()))
+
+    assert "it is down, and will be started again" in said() and own.id not in said()
+    hub.api.disable_webhook(own.id)
+    assert f"{own.id}, which delivers to {own.url}, is disabled" in said()
+    hub.api.enable_webhook(own.id)
+    other: list[Any] = [{"type": "dataset", "name": "local/other"}]
+    hub.api.update_webhook(own.id, watched=other)
+    assert f"{own.id} does not watch local/facts" in said()
+    home.tokens_file.chmod(0o644)
+    assert "644" in said()
+    status = json.loads(pipeline("status", "--json"))
+    assert status["uptime_seconds"] > 0 and status["services"][0]["restarts"] == 0
 
 
 def test_the_engine_is_named_with_the_reason(

@@ -21,41 +21,38 @@ from tests.serving_fixtures import echo_app, echo_release, running
 from tests.swap_fixtures import House, flip_a_bit, lose_the_manifest
 
 
-def started(pipeline_dir: Path) -> LiveRelease | None:
-    async def whole() -> LiveRelease | None:
-        admission = Admission(1, "answers")
-        swapper = Swapper(
-            engine=EchoEngine(),
-            admission=admission,
-            settings=ServingSettings(),
-            releases_dir=pipeline_dir,
-            pipeline="answers",
-            metrics=Metrics("answers"),
-        )
-        await swapper.start()
-        await swapper.close()
-        return admission.live
-
-    return asyncio.run(whole())
+async def started(pipeline_dir: Path) -> LiveRelease | None:
+    admission = Admission(1, "answers")
+    swapper = Swapper(
+        engine=EchoEngine(),
+        admission=admission,
+        settings=ServingSettings(),
+        releases_dir=pipeline_dir,
+        pipeline="answers",
+        metrics=Metrics("answers"),
+    )
+    await swapper.start()
+    await swapper.close()
+    return admission.live
 
 
-def test_a_server_starts_with_current_and_then_swaps_pending_in(tmp_path: Path) -> None:
-    assert started(tmp_path) is None
+async def test_a_server_starts_with_current_and_then_swaps_pending_in(tmp_path: Path) -> None:
+    assert await started(tmp_path) is None
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
     release_store.set_pending(tmp_path, first.id)
-    live = started(tmp_path)
+    live = await started(tmp_path)
     assert live is not None and live.id == first.id
     assert release_store.served_release(tmp_path) == tmp_path / first.id
     assert release_store.pending_release(tmp_path) is None
     for release in (second, first):  # a rollback that was asked for without a server, too
         release_store.set_pending(tmp_path, release.id)
-        live = started(tmp_path)
+        live = await started(tmp_path)
         assert live is not None and live.id == release.id
         assert release_store.served_release(tmp_path) == tmp_path / release.id
         assert release_store.pending_release(tmp_path) is None
 
 
-def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
+async def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
@@ -64,40 +61,37 @@ def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_asked_for(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def story() -> None:
-        house = House(tmp_path)
-        await house.swapper.start(tmp_path / second.id)
-        assert release_store.readable_served(tmp_path).release == first.id, "it was only tried out"
-        assert (await house.swapper.swap(second.id)).result == "live"
-        with monkeypatch.context() as patch:
-            # The record is written, and the link `current` is not.
-            patch.setattr(release_store, "link_atomically", full)
-            assert (await house.swapper.swap(first.id)).result == "failed"
-        await house.swapper.close()
-
-    asyncio.run(story())
+    house = House(tmp_path)
+    await house.swapper.start(tmp_path / second.id)
+    assert release_store.readable_served(tmp_path).release == first.id, "it was only tried out"
+    assert (await house.swapper.swap(second.id)).result == "live"
+    with monkeypatch.context() as patch:
+        # The record is written, and the link `current` is not.
+        patch.setattr(release_store, "link_atomically", full)
+        assert (await house.swapper.swap(first.id)).result == "failed"
+    await house.swapper.close()
     assert release_store.readable_served(tmp_path).release == second.id
-    live = started(tmp_path)
+    live = await started(tmp_path)
     assert live is not None and live.id == second.id
 
 
-def test_a_pending_release_that_is_refused_is_not_tried_for_ever(tmp_path: Path) -> None:
+async def test_a_pending_release_that_is_refused_is_not_tried_for_ever(tmp_path: Path) -> None:
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
     release_store.set_current(tmp_path, first.id)
     for damage in (flip_a_bit, lose_the_manifest):
         release_store.set_pending(tmp_path, second.id)
         damage(tmp_path / second.id)
-        live = started(tmp_path)
+        live = await started(tmp_path)
         assert live is not None and live.id == first.id
         assert release_store.pending_release(tmp_path) is None
 
 
-def test_a_broken_current_release_does_not_keep_the_pending_one_out(tmp_path: Path) -> None:
+async def test_a_broken_current_release_does_not_keep_the_pending_one_out(tmp_path: Path) -> None:
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
     release_store.set_current(tmp_path, first.id)
     release_store.set_pending(tmp_path, second.id)
     flip_a_bit(tmp_path / first.id)
-    live = started(tmp_path)
+    live = await started(tmp_path)
     assert live is not None and live.id == second.id
 
 
@@ -145,16 +139,18 @@ def test_a_server_whose_release_is_damaged_starts_on_the_one_before_it_and_says_
         assert said.startswith(f"{damaged} cannot be served: ") and before in said
 
 
-def test_a_release_that_was_gone_back_from_or_never_live_does_not_stand_in(tmp_path: Path) -> None:
+async def test_a_release_that_was_gone_back_from_or_never_live_does_not_stand_in(
+    tmp_path: Path,
+) -> None:
     first, second = put_live(tmp_path, 1, 2)
     release_store.set_current(tmp_path, first)
     echo_release(tmp_path, 3)  # published, and never live
     (damaged,) = put_live(tmp_path, 4)
     lose_a_shard(tmp_path / damaged)
-    live = started(tmp_path)
+    live = await started(tmp_path)
     assert live is not None and live.id == first
     lose_a_shard(tmp_path / first)
-    assert started(tmp_path) is None
+    assert await started(tmp_path) is None
     assert second in release_store.release_ids(tmp_path)
 
 
@@ -174,49 +170,49 @@ def test_without_a_whole_release_that_was_live_every_answer_gives_the_real_reaso
     assert "pipeline releases verify" in answer.json()["error"]["message"]
 
 
-def test_a_release_that_is_whole_again_is_served_again_at_the_next_start(tmp_path: Path) -> None:
+async def test_a_release_that_is_whole_again_is_served_again_at_the_next_start(
+    tmp_path: Path,
+) -> None:
     before, damaged = put_live(tmp_path, 1, 2)
     elsewhere = (tmp_path / damaged).rename(tmp_path / "elsewhere")
-    live = started(tmp_path)
+    live = await started(tmp_path)
     assert live is not None and live.id == before
     elsewhere.rename(tmp_path / damaged)
-    live = started(tmp_path)
+    live = await started(tmp_path)
     assert live is not None and live.id == damaged and live.stands_in_for is None
     assert release_store.stood_in_for(tmp_path) is None
 
 
 @pytest.mark.parametrize("how", ["swap", "pending"])
-def test_a_release_that_stands_in_may_be_chosen_and_then_stays(tmp_path: Path, how: str) -> None:
+async def test_a_release_that_stands_in_may_be_chosen_and_then_stays(
+    tmp_path: Path, how: str
+) -> None:
     before, damaged = put_live(tmp_path, 1, 2)
     elsewhere = (tmp_path / damaged).rename(tmp_path / "elsewhere")
     if how == "pending":
         release_store.set_pending(tmp_path, before)
-        assert started(tmp_path) is not None
+        assert await started(tmp_path) is not None
     else:
         with running(echo_app(tmp_path)) as url, httpx.Client(base_url=url) as http:
             assert swap(http, before).json()["result"] == "live"
             assert "stands_in_for" not in http.get("/health").json()
     elsewhere.rename(tmp_path / damaged)
-    live = started(tmp_path)
+    live = await started(tmp_path)
     assert live is not None and live.id == before and live.stands_in_for is None
 
 
-def test_the_first_stage_has_the_time_of_a_start(tmp_path: Path) -> None:
+async def test_the_first_stage_has_the_time_of_a_start(tmp_path: Path) -> None:
     put_live(tmp_path, 1)
-
-    async def story() -> None:
-        house = House(tmp_path)
-        settings = {"engine": "vllm", "vllm": {"start_seconds": 5}, "phase_seconds": 0.2}
-        house.swapper.settings = ServingSettings.model_validate(settings)
-        is_slow = house.engine.hang["stage"] = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.4, is_slow.set)
-        await house.swapper.start()
-        assert house.admission.live is not None
-        is_slow.clear()
-        assert (await house.swapper.swap(echo_release(tmp_path, 2).id)).result == "failed"
-        await house.swapper.close()
-
-    asyncio.run(story())
+    house = House(tmp_path)
+    settings = {"engine": "vllm", "vllm": {"start_seconds": 5}, "phase_seconds": 0.2}
+    house.swapper.settings = ServingSettings.model_validate(settings)
+    is_slow = house.engine.hang["stage"] = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.4, is_slow.set)
+    await house.swapper.start()
+    assert house.admission.live is not None
+    is_slow.clear()
+    assert (await house.swapper.swap(echo_release(tmp_path, 2).id)).result == "failed"
+    await house.swapper.close()
 
 
 @pytest.mark.parametrize("phase", ["stage", "commit"])

@@ -19,7 +19,9 @@ from serving.weights import release_store
 from serving.weights.release import Probe, ProbeText
 from tests.echo_engine import EchoEngine
 from tests.serving_fixtures import echo_release
-from tests.swap_fixtures import BOTH, House, flip_a_bit, lose_the_manifest, play, until
+from tests.swap_fixtures import BOTH, House, holds_two, house, lose_the_manifest, until
+
+__all__ = ["holds_two", "house"]
 
 
 def remove_the_manifest(folder: Path) -> None:
@@ -47,30 +49,16 @@ def other_bounds(folder: Path) -> None:
         (other_bounds, "no bound for float32"),
     ],
 )
-def test_preflight_refuses_before_the_engine_sees_a_byte(
-    tmp_path: Path, damage: Callable[[Path], None], said: str
+async def test_preflight_refuses_before_the_engine_sees_a_byte(
+    house: House, damage: Callable[[Path], None], said: str
 ) -> None:
-    async def story(house: House) -> None:
-        damage(house.pipeline_dir / house.new.id)
-        log = list(house.engine.log)
-        result = await house.swapper.swap(house.new.id)
-        assert (result.result, result.phase) == ("refused", "preflight")
-        assert any(said in reason for reason in result.reasons), result.reasons
-        assert house.engine.log == log
-        await house.check_old_goes_on()
-
-    play(tmp_path, story)
-
-
-def test_a_wrong_byte_of_the_weights_is_refused(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        flip_a_bit(house.pipeline_dir / house.new.id)
-        result = await house.swapper.swap(house.new.id)
-        assert (result.result, result.phase) == ("refused", "stage")
-        assert any("safetensors: sha256 is" in reason for reason in result.reasons), result.reasons
-        await house.check_old_goes_on()
-
-    play(tmp_path, story)
+    damage(house.pipeline_dir / house.new.id)
+    log = list(house.engine.log)
+    result = await house.swapper.swap(house.new.id)
+    assert (result.result, result.phase) == ("refused", "preflight")
+    assert any(said in reason for reason in result.reasons), result.reasons
+    assert house.engine.log == log
+    await house.check_old_goes_on()
 
 
 @pytest.mark.parametrize(
@@ -78,90 +66,77 @@ def test_a_wrong_byte_of_the_weights_is_refused(tmp_path: Path) -> None:
     [(errno.EMFILE, "failed"), (errno.ENOSPC, "failed"), (errno.EIO, "refused")],
 )
 @pytest.mark.parametrize("file", ["release.json", "config.json"])
-def test_a_file_that_cannot_be_opened_now_is_no_damaged_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, code: int, expected: str
+async def test_a_file_that_cannot_be_opened_now_is_no_damaged_file(
+    house: House, monkeypatch: pytest.MonkeyPatch, file: str, code: int, expected: str
 ) -> None:
-    async def story(house: House) -> None:
-        broken = house.pipeline_dir / house.new.id / file
-        open_file = Path.open
+    broken = house.pipeline_dir / house.new.id / file
+    open_file = Path.open
 
-        def open_or_fail(path: Path, *args: Any, **options: Any) -> Any:
-            if path == broken:
-                raise OSError(code, os.strerror(code), str(path))
-            return open_file(path, *args, **options)
+    def open_or_fail(path: Path, *args: Any, **options: Any) -> Any:
+        if path == broken:
+            raise OSError(code, os.strerror(code), str(path))
+        return open_file(path, *args, **options)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "open", open_or_fail)
-            result = await house.swapper.swap(house.new.id)
-        assert (result.result, result.phase) == (expected, "preflight")
-        assert str(broken) in result.reasons[0] and os.strerror(code) in result.reasons[0]
-        assert ("releases verify" in result.reasons[-1]) == (
-            code == errno.EIO and file == "release.json"
-        )
-        await house.check_old_goes_on()
-
-    play(tmp_path, story)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_or_fail)
+        result = await house.swapper.swap(house.new.id)
+    assert (result.result, result.phase) == (expected, "preflight")
+    assert str(broken) in result.reasons[0] and os.strerror(code) in result.reasons[0]
+    assert ("releases verify" in result.reasons[-1]) == (
+        code == errno.EIO and file == "release.json"
+    )
+    await house.check_old_goes_on()
 
 
 @pytest.mark.parametrize("damage", [remove_the_manifest, truncate_the_manifest, lose_the_manifest])
-def test_without_a_whole_manifest_nothing_in_the_releases_folder_is_served(
-    tmp_path: Path, damage: Callable[[Path], None]
+async def test_without_a_whole_manifest_nothing_in_the_releases_folder_is_served(
+    house: House, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     """Elsewhere, a checkpoint folder without a manifest is served as it is."""
-
-    async def story(house: House) -> None:
-        folder = house.pipeline_dir / house.new.id
-        damage(folder)
-        result = await house.swapper.swap(house.new.id)
-        assert (result.result, result.phase) == ("refused", "preflight")
-        assert str(folder) in result.reasons[0] and "release.json" in result.reasons[0]
-        assert "pipeline releases verify" in result.reasons[-1]
-        for place in (folder, shutil.copytree(folder, house.pipeline_dir / "checkpoint")):
-            with pytest.raises(ReleaseError, match=r"release\.json"):
-                await house.swapper.start(place)
-        await house.check_old_goes_on()
-        if not (folder / "release.json").exists():
-            outside = folder.rename(tmp_path / "outside")
-            await house.swapper.start(outside)
-            assert house.admission.live is not None and house.admission.live.folder == outside
-
-    play(tmp_path, story)
+    folder = house.pipeline_dir / house.new.id
+    damage(folder)
+    result = await house.swapper.swap(house.new.id)
+    assert (result.result, result.phase) == ("refused", "preflight")
+    assert str(folder) in result.reasons[0] and "release.json" in result.reasons[0]
+    assert "pipeline releases verify" in result.reasons[-1]
+    for place in (folder, shutil.copytree(folder, house.pipeline_dir / "checkpoint")):
+        with pytest.raises(ReleaseError, match=r"release\.json"):
+            await house.swapper.start(place)
+    await house.check_old_goes_on()
+    if not (folder / "release.json").exists():
+        outside = folder.rename(tmp_path / "outside")
+        await house.swapper.start(outside)
+        assert house.admission.live is not None and house.admission.live.folder == outside
 
 
 @pytest.mark.parametrize(
     "requested", ["../outside", "/etc", "", ".", "..", "r000099-00000000", "current", "current/.."]
 )
-def test_only_releases_under_the_root_can_be_asked_for(tmp_path: Path, requested: str) -> None:
-    async def story(house: House) -> None:
-        outside = house.pipeline_dir.parent / "outside"
-        os.rename(house.pipeline_dir / house.new.id, outside)
-        result = await house.swapper.swap(requested)
-        assert result.result == "refused" and "no release in" in result.reasons[0]
-        assert await house.answers() == house.old.id
-
-    play(tmp_path, story)
+async def test_only_releases_under_the_root_can_be_asked_for(house: House, requested: str) -> None:
+    outside = house.pipeline_dir.parent / "outside"
+    os.rename(house.pipeline_dir / house.new.id, outside)
+    result = await house.swapper.swap(requested)
+    assert result.result == "refused" and "no release in" in result.reasons[0]
+    assert await house.answers() == house.old.id
 
 
 @BOTH
 @pytest.mark.parametrize("how", ["stale head", "wrong probe"])
-def test_a_probe_that_does_not_match_is_refused(tmp_path: Path, how: str, holds_two: bool) -> None:
-    async def story(house: House) -> None:
-        release = house.new
-        if how == "stale head":
-            house.engine.keeps_old_head = True
-        else:
-            release = echo_release(house.pipeline_dir, 3, probe_shift=0.01)
-        result = await house.swapper.swap(release.id)
-        assert (result.result, result.phase) == ("refused", "probe")
-        assert "probe text 1, token" in result.reasons[0]
-        assert result.probe_max_difference is not None and result.probe_max_difference > 1e-4
-        house.engine.keeps_old_head = False
-        await house.check_old_goes_on()
-
-    play(tmp_path, story, holds_two=holds_two)
+async def test_a_probe_that_does_not_match_is_refused(house: House, how: str) -> None:
+    release = house.new
+    if how == "stale head":
+        house.engine.keeps_old_head = True
+    else:
+        release = echo_release(house.pipeline_dir, 3, probe_shift=0.01)
+    result = await house.swapper.swap(release.id)
+    assert (result.result, result.phase) == ("refused", "probe")
+    assert "probe text 1, token" in result.reasons[0]
+    assert result.probe_max_difference is not None and result.probe_max_difference > 1e-4
+    house.engine.keeps_old_head = False
+    await house.check_old_goes_on()
 
 
-def test_after_a_text_that_failed_the_engine_computes_no_other(tmp_path: Path) -> None:
+async def test_after_a_text_that_failed_the_engine_computes_no_other() -> None:
     ended: list[tuple[int, ...]] = []
 
     class Broken(EchoEngine):
@@ -174,86 +149,70 @@ def test_after_a_text_that_failed_the_engine_computes_no_other(tmp_path: Path) -
             finally:
                 ended.append(generation.prompt)
 
-    async def story() -> None:
-        texts = [ProbeText(token_ids=ids, logprobs=()) for ids in ((1, 2), (1,), (1, 3))]
-        probe = Probe(dtype="float32", texts=tuple(texts), bounds={})
-        with pytest.raises(EngineError, match="out of order"):
-            await measure_probe(Broken(), "r000001-00000000", probe, 1.0)
-        assert ended == [(1, 2), (1, 3)]
-
-    asyncio.run(story())
+    texts = [ProbeText(token_ids=ids, logprobs=()) for ids in ((1, 2), (1,), (1, 3))]
+    probe = Probe(dtype="float32", texts=tuple(texts), bounds={})
+    with pytest.raises(EngineError, match="out of order"):
+        await measure_probe(Broken(), "r000001-00000000", probe, 1.0)
+    assert ended == [(1, 2), (1, 3)]
 
 
 @BOTH
-def test_what_an_engine_cannot_stage_is_refused(tmp_path: Path, holds_two: bool) -> None:
-    async def story(house: House) -> None:
-        house.engine.fail["stage"] = ReleaseError("a.safetensors: tensor x: NaN", "and more")
-        result = await house.swapper.swap(house.new.id)
-        assert (result.result, result.phase) == ("refused", "stage")
-        assert result.reasons == ("a.safetensors: tensor x: NaN", "and more")
-        await house.check_old_goes_on()
-
-    play(tmp_path, story, holds_two=holds_two)
+async def test_what_an_engine_cannot_stage_is_refused(house: House) -> None:
+    house.engine.fail["stage"] = ReleaseError("a.safetensors: tensor x: NaN", "and more")
+    result = await house.swapper.swap(house.new.id)
+    assert (result.result, result.phase) == ("refused", "stage")
+    assert result.reasons == ("a.safetensors: tensor x: NaN", "and more")
+    await house.check_old_goes_on()
 
 
 @BOTH
 @pytest.mark.parametrize("phase", ["stage", "commit", "generate"])
 @pytest.mark.parametrize("how", ["fail", "hang"])
-def test_an_engine_in_trouble_fails_the_swap_and_the_barrier_opens(
-    tmp_path: Path, phase: str, how: str, holds_two: bool
+async def test_an_engine_in_trouble_fails_the_swap_and_the_barrier_opens(
+    house: House, phase: str, how: str
 ) -> None:
-    async def story(house: House) -> None:
-        if how == "fail":
-            house.engine.fail[phase] = EngineError("out of order")  # type: ignore[index]
-        else:
-            house.engine.hang[phase] = asyncio.Event()  # type: ignore[index]
-        result = await asyncio.wait_for(house.swapper.swap(house.new.id), 5)
-        assert result.result == "failed"
-        assert result.phase == ("probe" if phase == "generate" else phase)
-        assert ("out of order" if how == "fail" else "more than") in result.reasons[0]
-        await house.check_old_goes_on()
-
-    play(tmp_path, story, holds_two=holds_two)
+    if how == "fail":
+        house.engine.fail[phase] = EngineError("out of order")  # type: ignore[index]
+    else:
+        house.engine.hang[phase] = asyncio.Event()  # type: ignore[index]
+    result = await asyncio.wait_for(house.swapper.swap(house.new.id), 5)
+    assert result.result == "failed"
+    assert result.phase == ("probe" if phase == "generate" else phase)
+    assert ("out of order" if how == "fail" else "more than") in result.reasons[0]
+    await house.check_old_goes_on()
 
 
 @BOTH
-def test_a_disk_that_cannot_take_the_link_fails_the_swap(
-    tmp_path: Path, holds_two: bool, monkeypatch: pytest.MonkeyPatch
+async def test_a_disk_that_cannot_take_the_link_fails_the_swap(
+    house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story(house: House) -> None:
-        with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:
 
-            def full(*_: object) -> None:
-                raise OSError(28, "No space left on device")
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
 
-            patch.setattr(release_store, "set_current", full)
-            result = await house.swapper.swap(house.new.id)
-        assert result.result == "failed" and "No space left" in result.reasons[0]
-        await house.check_old_goes_on()
-
-    play(tmp_path, story, holds_two=holds_two)
+        patch.setattr(release_store, "set_current", full)
+        result = await house.swapper.swap(house.new.id)
+    assert result.result == "failed" and "No space left" in result.reasons[0]
+    await house.check_old_goes_on()
 
 
-def test_a_release_that_cannot_be_read_to_its_end_fails_the_swap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_release_that_cannot_be_read_to_its_end_fails_the_swap(
+    house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_is_back = threading.Event()
-
-    async def story(house: House) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(release_store, "load_release", lambda folder: disk_is_back.wait(10))
-            result = await house.swapper.swap(house.new.id)
-        assert (result.result, result.phase) == ("failed", "preflight")
-        assert result.reasons == ("preflight took more than 1 s",)
-        disk_is_back.set()
-        await house.check_old_goes_on()
-
-    play(tmp_path, story)
+    with monkeypatch.context() as patch:
+        patch.setattr(release_store, "load_release", lambda folder: disk_is_back.wait(10))
+        result = await house.swapper.swap(house.new.id)
+    assert (result.result, result.phase) == ("failed", "preflight")
+    assert result.reasons == ("preflight took more than 1 s",)
+    disk_is_back.set()
+    await house.check_old_goes_on()
 
 
 @BOTH
-def test_a_disk_that_hangs_keeps_no_barrier_shut(
-    tmp_path: Path, holds_two: bool, monkeypatch: pytest.MonkeyPatch
+async def test_a_disk_that_hangs_keeps_no_barrier_shut(
+    house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_is_back = threading.Event()
     write = release_store.write_atomically
@@ -264,20 +223,16 @@ def test_a_disk_that_hangs_keeps_no_barrier_shut(
         write(path, text)
         written.append(text)
 
-    async def story(house: House) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(release_store, "write_atomically", hang)
+    with monkeypatch.context() as patch:
+        patch.setattr(release_store, "write_atomically", hang)
+        try:
             async with asyncio.timeout(3):
                 result = await house.swapper.swap(house.new.id)
                 assert result.result == "failed" and "not written within" in result.reasons[0]
                 assert await house.answers() == house.old.id
+        finally:
             disk_is_back.set()
-            # Both writes come late, and the last one is what is served.
-            await until(lambda: len(written) == 2)
-        assert house.new.id in written[0] and house.new.id not in written[1]
-        await house.check_old_goes_on()
-
-    try:
-        play(tmp_path, story, holds_two=holds_two)
-    finally:
-        disk_is_back.set()
+        # Both writes come late, and the last one is what is served.
+        await until(lambda: len(written) == 2)
+    assert house.new.id in written[0] and house.new.id not in written[1]
+    await house.check_old_goes_on()

@@ -34,7 +34,7 @@ BYTES = wrapped(byte_tokenizer())
 def metaspace() -> ReleaseTokenizer:
     """Spaces in front of words, byte fallback: as Llama 2 has it."""
     vocab = {"<unk>": 0, "▁a": 1, "▁b": 2, "c": 3}
-    vocab |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    vocab |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)} | {"▁▁": 260}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence(
@@ -90,6 +90,13 @@ def test_bytes_after_a_prompt_of_bytes(prompt: str, text: str) -> None:
     detokenizer = Detokenizer(tokenizer, before)
     found = "".join([*map(detokenizer.add, token_ids), detokenizer.flush()])
     assert found == text
+
+
+def test_a_token_of_sentencepiece_keeps_its_space() -> None:
+    """Its decoder drops the space at the beginning of a text."""
+    texts = [METASPACE.token_text(token_id) for token_id in (1, 3, 260, 4 + 0xC3, 4 + 0x0A)]
+    assert texts == [" a", "c", "  ", "\ufffd", "\n"]
+    assert BYTES.token_text(EOS) == "<eos>"
 
 
 def test_special_tokens_are_shown_if_they_are_asked_for() -> None:

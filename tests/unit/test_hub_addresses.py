@@ -136,7 +136,9 @@ def test_a_name_without_an_address_is_told() -> None:
         post("http://no-such-host.invalid/")
 
 
-def test_names_that_are_not_resolved_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_names_that_are_not_resolved_hold_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As many as a pool of threads that everybody shares has on a large machine."""
     answered, real = threading.Event(), socket.getaddrinfo
 
@@ -145,16 +147,13 @@ def test_names_that_are_not_resolved_hold_up_no_other(monkeypatch: pytest.Monkey
             assert answered.wait(30)
         return real("127.0.0.1" if host.endswith(".test") else host, *args, **kwargs)
 
-    async def resolve_all() -> None:
-        slow = [asyncio.create_task(resolve(f"slow{number}.test", 80)) for number in range(32)]
-        await asyncio.sleep(0)
-        assert await resolve("quick.test", 80) == (ipaddress.ip_address("127.0.0.1"),)
-        assert await asyncio.to_thread(lambda: "done") == "done"
-        answered.set()
-        await asyncio.gather(*slow)
-
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    asyncio.run(resolve_all())
+    slow = [asyncio.create_task(resolve(f"slow{number}.test", 80)) for number in range(32)]
+    await asyncio.sleep(0)
+    assert await resolve("quick.test", 80) == (ipaddress.ip_address("127.0.0.1"),)
+    assert await asyncio.to_thread(lambda: "done") == "done"
+    answered.set()
+    await asyncio.gather(*slow)
 
 
 def test_a_signing_secret_is_sent_only_where_nobody_reads_along() -> None:

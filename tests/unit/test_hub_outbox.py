@@ -133,18 +133,6 @@ def test_each_wait_is_the_schedules(kept: Kept) -> None:
         assert webhooks.queues(connection) == {webhook.id: webhook.retry_at}
 
 
-def test_the_head_dies_alone_and_the_next_follows(kept: Kept) -> None:
-    for _ in range(2):
-        kept.record()
-    for number in range(3):
-        webhook = kept.send(failed(number), delivery_schedule_seconds=[0, 60, 60])
-    assert [one.status for one in kept.deliveries()] == ["pending", "pending", "dead"]
-    assert [one.attempt for one in kept.deliveries()] == [0, 0, 3]
-    assert webhook.retry_at is not None and webhook.retry_at <= time.time()
-    assert kept.send(TAKEN).retry_at is None
-    assert [one.status for one in kept.deliveries()] == ["pending", "delivered", "dead"]
-
-
 def test_a_suspension_goes_by_time_and_its_probe_is_the_head(kept: Kept) -> None:
     """Deliveries 1 to 4 arrive in this order, however many wait and however they fail."""
     for _ in range(3):

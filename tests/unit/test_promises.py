@@ -64,7 +64,9 @@ def test_it_is_run_by_make_test(test: str) -> None:
     file, name = test.split("::")
     tree = ast.parse((ROOT / "tests" / file).read_text())
     (found,) = (
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
     )
     assert NOT_IN_MAKE_TEST is not None
     marks = {ast.unparse(mark) for mark in found.decorator_list}

@@ -231,14 +231,6 @@ def test_a_base_model_that_is_not_there_is_known_before_it_is_needed(tmp_path: P
     assert "no config.json" in str(missing(str(tmp_path.parent)))
 
 
-def test_each_pipeline_has_a_server_port_of_its_own(file: Path) -> None:
-    file.write_text(
-        '[[pipelines]]\nname = "a"\ndataset = "o/d"\n[[pipelines]]\nname = "b"\ndataset = "o/d"\n'
-    )
-    settings = load_settings()
-    assert [settings.server_port(pipeline) for pipeline in settings.pipelines] == [8001, 8002]
-
-
 def test_the_only_pipeline_needs_no_name(file: Path) -> None:
     settings = Settings.model_construct(pipelines=(FACTS,))
     assert settings.pipeline(None) == FACTS

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from serving.chat_template import normalise
 from serving.errors import ReleaseError
-from serving.tokenizer import ReleaseTokenizer, load_tokenizer
+from serving.tokenizer import load_tokenizer
 
 TEXTS = ("ab ab", " ab", "", "a<end>b a", "b  a")
 
@@ -150,37 +150,3 @@ def test_defaults_that_no_request_could_ask_for_are_refused(
     (folder / "generation_config.json").write_text(json.dumps({field: value}))
     with pytest.raises(ReleaseError, match=r"generation_config\.json: (temp|top_p|max_tokens)"):
         load_tokenizer(folder)
-
-
-def test_a_token_of_sentencepiece_keeps_its_space() -> None:
-    """Its decoder drops the space at the beginning of a text."""
-    words = [
-        "<s>",
-        "\u2581server",
-        "server",
-        "\u2581",
-        "\u2581\u2581",
-        "<0xC3>",
-        "<0xA9>",
-        "<0x0A>",
-    ]
-    tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, []))
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
-    found = ReleaseTokenizer(
-        tokenizer=tokenizer,
-        eos_token_ids=(),
-        context_length=10,
-        vocab_size=len(words),
-        max_token_chars=7,
-        chat_template=None,
-    )
-    texts = [found.token_text(token_id) for token_id in range(len(words))]
-    assert texts == ["<s>", " server", "server", " ", "  ", "\ufffd", "\ufffd", "\n"]

@@ -80,6 +80,9 @@ def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_an_empty_file_becomes_a_database_and_a_missing_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "jobs.db").touch()
+    with JobStore.open(tmp_path / "jobs.db") as store:
+        assert store.list() == []
     with pytest.raises(StoreError, match=r"nowhere.*create it first"):
         JobStore.open(tmp_path / "nowhere" / "jobs.db")
