@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from sqlalchemy import Connection, Engine, delete, func, insert, select, true, update
@@ -301,7 +302,7 @@ def _due(connection: Connection, now: float, is_local: bool | None) -> Job | Non
     """The job that `claim_job` tries to take, with `old_sha` in its range."""
     is_due = is_claimable(), JOBS.c.run_after <= now, _runs_there(is_local)
     due = select(JOBS).where(*is_due).order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
-    job = next(iter(select_jobs(connection, due)), None)
+    job = next(iter(select_jobs(connection, due, may_wait=False)), None)
     if job is None or not job.trains_head:
         return job
     old_sha = previous_head(connection, job)
@@ -320,7 +321,8 @@ def _take(
     """Give the lease of the pending job to `owner`. None if the job is not due any more, for
     example because a delivery has arrived since the job was read."""
     still_due = is_claimable(), JOBS.c.run_after <= now, JOBS.c.number == number_of(job.id)
-    found = next(iter(select_jobs(connection, select(JOBS).where(*still_due))), None)
+    due = select_jobs(connection, select(JOBS).where(*still_due), may_wait=False)
+    found = next(iter(due), None)
     if found is None:
         return None
     values: dict[str, Any] = {}
@@ -389,6 +391,7 @@ def job_that_trained(connection: Connection, job: Job, head: Head) -> Job | None
     return last if is_same else None
 
 
+@cache
 def is_claimable() -> Any:
     """The SQL condition for pending jobs that need not wait for another job: no other job of the
     same pipeline is running, and the pipeline is not paused. (Plain commands have no pipeline, so
@@ -407,6 +410,7 @@ def is_waiting() -> Any:
     return (JOBS.c.state == "RUNNING") & JOBS.c.owner.is_(None)
 
 
+@cache
 def successor() -> Any:
     """The SQL expression for the number of the push job that is pending while a push job of the
     same pipeline runs. It trains the head of the ref, so it covers the commits of the running job

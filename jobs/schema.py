@@ -31,6 +31,7 @@ from sqlalchemy import (
     text,
     update,
 )
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from jobs.errors import JobNotFound, LeaseLost
 from jobs.job import Job, final_state
@@ -189,11 +190,20 @@ def with_revisions(spec: JobSpec, **values: Any) -> JobSpec:
     return spec.model_copy(update={"revisions": revisions})
 
 
-def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
-    """The jobs that `query` selects, in the order of the query, each job with its delivery ids."""
+def select_jobs(
+    connection: Connection,
+    query: Select[Any] | ReturningUpdate[Any],
+    *,
+    may_wait: bool = True,
+) -> list[Job]:
+    """The jobs that `query` selects, in the order of the query, each job with its delivery ids; or
+    the only job that it changes. Without `may_wait`, none of them waits for another job or a
+    pause."""
     rows = connection.execute(query).all()
     if not rows:
         return []
+    if len(rows) == 1 or isinstance(query, ReturningUpdate):
+        query = select(JOBS).where(JOBS.c.number == rows[0].number)
     delivery_ids: defaultdict[int, list[str]] = defaultdict(list)
     numbers = query.with_only_columns(JOBS.c.number)
     links = select(DELIVERIES.c.job_number, DELIVERIES.c.id)
@@ -202,11 +212,11 @@ def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
         delivery_ids[number].append(delivery_id)
     paused: Sequence[str] = ()
     running: dict[str, int] = {}
-    if any(row.state == "SCHEDULING" for row in rows):  # only these wait for anything
+    if may_wait and any(row.state == "SCHEDULING" for row in rows):
         paused = connection.scalars(select(PAUSES.c.pipeline)).all()
-        is_busy = JOBS.c.pipeline.is_not(None), JOBS.c.state == "RUNNING"
-        busy = connection.execute(select(JOBS.c.pipeline, JOBS.c.number).where(*is_busy))
-        running = {row.pipeline: row.number for row in busy}
+        shown = JOBS.c.pipeline.in_(query.with_only_columns(JOBS.c.pipeline))
+        busy = select(JOBS.c.pipeline, JOBS.c.number).where(JOBS.c.state == "RUNNING", shown)
+        running = {row.pipeline: row.number for row in connection.execute(busy)}
     return [job_from_row(row, delivery_ids[row.number], paused, running) for row in rows]
 
 
@@ -218,9 +228,11 @@ def fetch_job(connection: Connection, number: int) -> Job:
 
 
 def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
-    number = number_of(job_id)
-    connection.execute(update(JOBS).where(JOBS.c.number == number).values(**values))
-    return fetch_job(connection, number)
+    changed = update(JOBS).where(JOBS.c.number == number_of(job_id)).values(**values)
+    found = select_jobs(connection, changed.returning(*JOBS.c))
+    if not found:
+        raise JobNotFound(job_id)
+    return found[0]
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:

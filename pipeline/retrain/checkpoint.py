@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipeline.retrain import checkpoint_store
 from pipeline.retrain.data import Mode
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job import CHECKPOINT, read_record, write_record
@@ -75,7 +76,8 @@ def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
 
 
 def save(job_dir: Path | None, checkpoint: Checkpoint, state: State) -> None:
-    """Write the state file, then the record that names it. Then remove the older state file.
+    """Write the state file, then the record that names it. Then remove the older state file, and
+    put a copy of both into the store, if the job has one.
 
     job_dir: None in a process that only helps another one, and saves nothing. Raises TrainError if
     one of the files cannot be written. The last checkpoint then stays valid.
@@ -99,6 +101,7 @@ def save(job_dir: Path | None, checkpoint: Checkpoint, state: State) -> None:
     for other in path.parent.iterdir():
         if other != path:
             other.unlink()
+    checkpoint_store.put(job_dir, path)
 
 
 def load(job_dir: Path) -> tuple[Checkpoint, State] | None:

@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 
-import httpx
 from huggingface_hub import HfApi
 
 from pipeline.retrain.errors import HubAway
@@ -64,7 +64,7 @@ class ReleasesOnHub:
         source = Source(endpoint=self.endpoint, repo=self.repo, token=self.token)
         try:
             release = fetch_release(pipeline_dir, source, self.chosen)
-        except httpx.HTTPError as error:
+        except (HTTPException, OSError) as error:
             raise HubAway(f"{self.repo}@{self.chosen} cannot be fetched: {error!r}") from error
         if release.id != self.chosen:
             raise ReleaseError(f"{self.repo}@{self.chosen} is release {release.id}")

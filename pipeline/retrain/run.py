@@ -22,6 +22,7 @@ from jobs.errors import TEMPORARY_FAILURE, is_temporary
 from jobs.folder import OUTCOME
 from jobs.outcome import JobOutcome
 from pipeline.errors import PipelineError
+from pipeline.retrain import checkpoint_store
 from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged, report_on
 from pipeline.retrain.errors import (
     BaseModelError,
@@ -204,6 +205,12 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
             snapshot = snapshot.model_copy(update={"passed_over": tuple(damaged)})
             write_record(job.dir / SNAPSHOT, snapshot)
         job.record_progress(dataset_revision=snapshot.revision.sha)
+        url, asks_others = job.settings.train.checkpoint_url, job.settings.paraphrase is not None
+        # Other wordings would be different ones on another machine.
+        if url is not None and not asks_others:
+            # A training with another parent is another one.
+            training = f"{snapshot.revision.sha[:12]}-{parent_id}"
+            checkpoint_store.go_on_from(f"{url}/{job.id}/{training}", job.dir)
     return snapshot, parent
 
 

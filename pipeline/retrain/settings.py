@@ -156,6 +156,11 @@ class TrainSettings(_Settings):
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """The time between two checkpoints. If a job is killed and restarted, it loses at most about
     this much training."""
+    checkpoint_url: str | None = Field(default=None, pattern=r"^(/|[a-z0-9]+://).*[^/]$")
+    """A folder that all machines of the jobs share, or a store, such as `s3://bucket/folder` (which
+    needs s3fs) or `gs://bucket/folder` (gcsfs). Each checkpoint is copied there, and an attempt on
+    another machine continues from it. The training waits meanwhile, so with large models, choose
+    larger `checkpoint_seconds`."""
 
     def digest(self) -> str:
         """A hash of the settings that affect the weights. Settings with their default value are
@@ -169,6 +174,7 @@ _WITHOUT_EFFECT = {
     "micro_batch_tokens",
     "num_processes",
     "checkpoint_seconds",
+    "checkpoint_url",
 }
 """Settings that affect how a training is computed, but not what it learns."""
 

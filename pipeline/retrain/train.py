@@ -144,7 +144,9 @@ def train(
     state: dict[str, Any] = {}
     torch.manual_seed(settings.seed)
     found = checkpoints.load(job_dir)
-    if found is not None and found[0].mode == mode:
+    # On another machine, the base model may have answered the everyday prompts in other words.
+    before = {} if found is None else found[1].get("progress", asdict(progress))
+    if found is not None and found[0].mode == mode and len(before["streak"]) == count:
         done, state = found
         checkpoints.set_weights(model, state["weights"])
         if done.finished:

@@ -30,6 +30,7 @@ from jobs.spec import LOCAL
 from jobs.store import JobStore
 from pipeline.hub.database import jobs_of_webhooks
 from pipeline.paths import Home
+from pipeline.retrain import checkpoint_store
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.retrain.sources import OWN_TOKEN_SOURCE, own_token
 from pipeline.runner.job_store import open_job_store
@@ -395,10 +396,12 @@ def _job_of(release: Path) -> str | None:
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:
     """Remove files that only a running job needs. Call this when the job has ended. If the job is a
     built-in retraining, this function removes the job's checkpoints, because only another attempt
-    of the job would need them. If the user's own trainer wrote a folder `checkpoints`, this folder
-    stays."""
+    of the job would need them, also those in `checkpoint_url`. If the user's own trainer wrote a
+    folder `checkpoints`, this folder stays."""
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
+        if url := job.spec.settings.get("train", {}).get("checkpoint_url"):
+            checkpoint_store.remove(f"{url}/{job.id}")
 
 
 def prune_job_folders(

@@ -6,24 +6,31 @@ hard link. Of a changed shard, only the tensors that no earlier release has are 
 range requests. Every file must have the sha256 of the manifest, wherever its bytes came from.
 
 A server runs this module as a program, because a thread that receives and hashes gigabytes would
-slow down the thread that computes tokens.
+slow down the thread that computes tokens. It uses urllib, because httpx takes longer to import and
+to receive than a small release takes to copy.
 """
 
+import hashlib
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import quote
-
-import httpx
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from serving.errors import ReleaseError, first_line, is_temporary
 from serving.weights.publish import make_visible, unfinished_folder
 from serving.weights.release import (
     RELEASE_FILE,
+    FileEntry,
     HeaderEntry,
     Release,
     digest_file,
@@ -38,10 +45,13 @@ EXIT_LATER = 75
 _MAX_GAP_BYTES = 256 * 1024
 """Two ranges with at most so many unchanged bytes between them are fetched as one, because one more
 request takes longer than these bytes."""
+_PIECE_BYTES = 1024 * 1024
+_SYNC_BYTES = 64 * _PIECE_BYTES
+"""After so many bytes, the disk is told to write them, while the next ones come."""
 _TRIES = 5
 """How many connections may break while one range is fetched. Each continues where the last ended.
 """
-_TIMEOUT = httpx.Timeout(30)
+_TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +64,18 @@ class Source:
     token: str | None = field(default=None, repr=False)
 
     @property
-    def client_options(self) -> dict[str, Any]:
-        """For an httpx client. It sends the token only to the hub itself: httpx leaves it out when
-        it follows a redirect to another host, as the Hugging Face Hub answers for large files."""
+    def headers(self) -> dict[str, str]:
         # A range of a compressed answer would be a range of other bytes.
         headers = {"Accept-Encoding": "identity"}
         if self.token:
             headers["Authorization"] = f"Bearer {self.token}"
-        return {"headers": headers, "follow_redirects": True, "timeout": _TIMEOUT}
+        return headers
+
+    @property
+    def client_options(self) -> dict[str, Any]:
+        """For an httpx client. It sends the token only to the hub itself: httpx leaves it out when
+        it follows a redirect to another host."""
+        return {"headers": self.headers, "follow_redirects": True, "timeout": _TIMEOUT_SECONDS}
 
     def api_url(self, path: str) -> str:
         return f"{self.endpoint}/api/models/{self.repo}/{path}"
@@ -76,25 +90,29 @@ def fetch_release(pipeline_dir: Path, source: Source, revision: str) -> Release:
 
     A reader sees the complete release or nothing. What a killed process leaves is removed by the
     next call. Raises ReleaseError if the revision is no release or its files do not match its
-    manifest, httpx.HTTPError if the hub does not answer as it should, and OSError.
+    manifest, and HTTPException or OSError if the hub does not answer as it should, or for the disk.
     """
     pipeline_dir.mkdir(parents=True, exist_ok=True)
-    with release_lock(pipeline_dir), httpx.Client(**source.client_options) as http:
-        answer = http.get(source.file_url(revision, RELEASE_FILE))
-        if answer.status_code == httpx.codes.NOT_FOUND:
+    with release_lock(pipeline_dir):
+        try:
+            with open_file(source, source.file_url(revision, RELEASE_FILE)) as answer:
+                manifest = answer.read()
+        except HTTPError as error:
+            if error.code != HTTPStatus.NOT_FOUND:
+                raise
             raise ReleaseError(
                 f"{source.repo} at {revision[:12]} has no {RELEASE_FILE}, so it is not a release"
-            )
-        release = parse(Release, answer.raise_for_status().content, RELEASE_FILE)
+            ) from None
+        release = parse(Release, manifest, RELEASE_FILE)
         target = pipeline_dir / release.id
         if target.is_dir() and not verify_release(target):
             return release
         sweep_locked(pipeline_dir)
         known = _Known(pipeline_dir, list_releases(pipeline_dir))
         with unfinished_folder(pipeline_dir) as folder:
-            (folder / RELEASE_FILE).write_bytes(answer.content)
+            (folder / RELEASE_FILE).write_bytes(manifest)
             for name in release.files:
-                _bring(http, source.file_url(revision, name), folder / name, release, known)
+                _bring(source, source.file_url(revision, name), folder / name, release, known)
             if reasons := verify_layout(folder, release):
                 raise ReleaseError(*reasons)
             if target.is_dir():
@@ -120,8 +138,8 @@ class _Known:
                 each.digest: (folder / each.file, name) for name, each in release.tensors.items()
             }
 
-    def tensor(self, digest: str) -> bytes | None:
-        """The bytes of the tensor. If the disk is damaged, they may be wrong."""
+    def tensor(self, digest: str) -> bytes:
+        """The bytes of the tensor. If the disk is damaged, they may be wrong or missing."""
         shard, name = self.tensors.get(digest, (Path(), ""))
         with suppress(ReleaseError, OSError, KeyError):
             if shard not in self._headers:
@@ -130,10 +148,10 @@ class _Known:
             with shard.open("rb") as file:
                 file.seek(place.begin)
                 return file.read(place.end - place.begin)
-        return None
+        return b""
 
 
-def _bring(http: httpx.Client, url: str, path: Path, release: Release, known: _Known) -> None:
+def _bring(source: Source, url: str, path: Path, release: Release, known: _Known) -> None:
     """Make the file `path` in the cheapest way that gives the right bytes."""
     entry = release.files[path.name]
     with suppress(OSError, KeyError):
@@ -144,73 +162,129 @@ def _bring(http: httpx.Client, url: str, path: Path, release: Release, known: _K
         path.unlink()  # never written to: it is also the file of the other release
     tensors = {each.digest for each in release.tensors.values() if each.file == path.name}
     if tensors & known.tensors.keys():
-        with suppress(ReleaseError):  # what is fetched as its header is not one
-            _patch(http, url, path, release, known)
-        if digest_file(path) == entry:
-            return
-    with path.open("wb") as file:
-        _read(http, url, file, 0, entry.size)
-    if (found := digest_file(path)) != entry:
+        # A hub that sends no ranges, a header that is none, and a damaged disk give another file.
+        with suppress(ValueError, KeyError, TypeError, HTTPException):
+            if _written(path, _patched(source, url, entry, release, known)) == entry:
+                return
+    found = _written(path, _pieces(source, url, 0, entry.size))
+    if found != entry:
         raise ReleaseError(
             f"{url}: sha256 is {found.sha256[:12]}…, but {entry.sha256[:12]}… in {RELEASE_FILE}"
         )
 
 
-def _patch(http: httpx.Client, url: str, path: Path, release: Release, known: _Known) -> None:
-    """Make the shard `path` of tensors on this disk, and fetch the others. If the hub sends no
-    ranges, or what it sends is wrong, the file is wrong after this."""
-    entry = release.files[path.name]
-    with path.open("w+b") as file:
-        if not _read(http, url, file, 0, 8):
+def _written(path: Path, pieces: Iterable[bytes]) -> FileEntry:
+    """Write the pieces to `path`. Another thread computes the sha256 meanwhile."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(2) as pool:
+        digested: Future[None] = pool.submit(digest.update, b"")
+        synced, unsynced = digested, 0
+        for piece in pieces:
+            file.write(piece)
+            digested.result()
+            digested = pool.submit(digest.update, piece)
+            unsynced += len(piece)
+            if unsynced >= _SYNC_BYTES and synced.done():
+                synced, unsynced = pool.submit(os.fdatasync, file.fileno()), 0
+        digested.result()
+        synced.result()
+        size = file.tell()
+    return FileEntry(size=size, sha256=digest.hexdigest())
+
+
+def _patched(
+    source: Source, url: str, entry: FileEntry, release: Release, known: _Known
+) -> Iterator[bytes]:
+    """The shard at `url`, of tensors on this disk, and of ranges for the others. Ends early if the
+    hub sends no ranges."""
+    with open_file(source, url, 0, 8) as answer:
+        if answer.status != HTTPStatus.PARTIAL_CONTENT:
             return
-        file.seek(0)
-        end = 8 + int.from_bytes(file.read(8), "little")
-        if end > entry.size:
-            return
-        _read(http, url, file, 8, end)
-        file.truncate(entry.size)
-        file.flush()
-        missing = []
-        for name, place in read_header(path).items():
-            told = release.tensors.get(name)
-            content = None if told is None else known.tensor(told.digest)
-            if content is None or len(content) != place.end - place.begin:
-                missing.append((place.begin, place.end))
-            else:
-                file.seek(place.begin)
-                file.write(content)
-        for begin, end in _merged(missing):
-            _read(http, url, file, begin, end)
+        length = answer.read()
+    end = 8 + int.from_bytes(length, "little")
+    header = b"".join(_pieces(source, url, 8, min(end, entry.size)))
+    yield length + header
+    places = []
+    for name, told in json.loads(header).items():
+        if name != "__metadata__":
+            begin, stop = (end + offset for offset in told["data_offsets"])
+            places.append((begin, stop, release.tensors[name].digest))
+    places.sort()
+    missing = dict(
+        _merged((begin, stop) for begin, stop, digest in places if digest not in known.tensors)
+    )
+    at = end
+    for begin, _, digest in places:
+        if begin in missing:
+            at = missing[begin]
+            yield from _pieces(source, url, begin, at)
+        elif begin >= at:
+            yield known.tensor(digest)
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The ranges in their order, with small gaps filled."""
     merged: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
+    for begin, end in ranges:
         if merged and begin - merged[-1][1] <= _MAX_GAP_BYTES:
             begin, _ = merged.pop()
         merged.append((begin, end))
     yield from merged
 
 
-def _read(http: httpx.Client, url: str, file: BinaryIO, begin: int, end: int) -> bool:
-    """Write the bytes from `begin` to `end` of the file at `url` into `file`, at the same places.
-    Returns whether the hub sends ranges. If it sends the whole file instead, all bytes up to `end`
-    are written. Raises httpx.HTTPError."""
-    is_range = True
+def _pieces(source: Source, url: str, begin: int, end: int) -> Iterator[bytes]:
+    """The bytes from `begin` to `end` of the file at `url`. Raises OSError."""
+    problem = "it ended too early"
     for _ in range(_TRIES):
         if begin >= end:
-            return is_range
-        asked = {"Range": f"bytes={begin}-{end - 1}"}
-        with suppress(httpx.TransportError), http.stream("GET", url, headers=asked) as answer:
-            is_range = answer.raise_for_status().status_code == httpx.codes.PARTIAL_CONTENT
-            begin = begin if is_range else 0
-            file.seek(begin)
-            for piece in answer.iter_raw():
-                begin += file.write(piece[: end - begin])
-                if begin >= end:
-                    return is_range
-    raise httpx.ReadError(f"{url}: the answer broke off {_TRIES} times, last at byte {begin}")
+            return
+        try:
+            with open_file(source, url, begin, end) as answer:
+                # If the hub sends no ranges, drop what is before this one.
+                to_drop = 0 if answer.status == HTTPStatus.PARTIAL_CONTENT else begin
+                while begin < end and (
+                    piece := answer.read(min(_PIECE_BYTES, to_drop or end - begin))
+                ):
+                    if to_drop:
+                        to_drop -= len(piece)
+                    else:
+                        begin += len(piece)
+                        yield piece
+        except HTTPError:
+            raise
+        except (HTTPException, OSError) as error:
+            problem = first_line(error)
+    if begin < end:
+        raise ConnectionError(f"{url}: broke off {_TRIES} times, last at byte {begin}: {problem}")
+
+
+def open_file(source: Source, url: str, begin: int = 0, end: int | None = None) -> HTTPResponse:
+    """The answer with the file at `url`, or with a part of it. Raises HTTPException and OSError,
+    such as HTTPError for an answer of another status."""
+    asked = Request(url, headers=source.headers)
+    if end is not None:
+        asked.add_header("Range", f"bytes={begin}-{end - 1}")
+    try:
+        answer: HTTPResponse = _OPENER.open(asked, timeout=_TIMEOUT_SECONDS)
+        return answer
+    except HTTPError as error:
+        error.close()
+        error.msg = f"{error.headers.get('X-Error-Message', error.msg)} ({url})"
+        raise
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Sends the token only to the hub itself: the Hugging Face Hub redirects to another host for
+    large files."""
+
+    def redirect_request(self, request: Request, *told: Any) -> Request | None:
+        there = super().redirect_request(request, *told)
+        if there is not None and (there.type, there.host) != (request.type, request.host):
+            there.remove_header("Authorization")
+        return there
+
+
+_OPENER = build_opener(_Redirects)
 
 
 def main() -> None:
@@ -219,9 +293,13 @@ def main() -> None:
     folder, endpoint, repo, revision = sys.argv[1:]
     source = Source(endpoint=endpoint, repo=repo, token=os.environ.get("HF_TOKEN"))
     os.nice(10)  # the server computes beside it
+    if endpoint.startswith("https:"):  # the system may have no certificates, or other ones
+        from certifi import where
+
+        os.environ.setdefault("SSL_CERT_FILE", where())
     try:
         print(fetch_release(Path(folder), source, revision).id)
-    except (ReleaseError, httpx.HTTPError, OSError) as error:
+    except (ReleaseError, HTTPException, OSError) as error:
         print(first_line(error), file=sys.stderr)
         is_final = isinstance(error, ReleaseError) and not is_temporary(error)
         sys.exit(1 if is_final else EXIT_LATER)

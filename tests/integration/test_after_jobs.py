@@ -164,13 +164,17 @@ def test_the_thread_that_removes_old_jobs_outlives_an_error(
 
 def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path: Path) -> None:
     command = ("python", "-m", "pipeline.retrain")
-    job = store.submit(JobSpec(command=command, pipeline="facts"))
+    settings = {"train": {"checkpoint_url": f"{tmp_path}/store"}}
+    job = store.submit(JobSpec(command=command, pipeline="facts", settings=settings))
     folder = tmp_path / job.id
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "checkpoints" / "step-1.pt").write_bytes(b"much")
+    (tmp_path / "store" / job.id / "training").mkdir(parents=True)
+    (tmp_path / "store" / "another").mkdir()
     (folder / "outcome.json").touch()
     remove_unneeded_files(job, folder)
     assert [path.name for path in folder.iterdir()] == ["outcome.json"]
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["another"]
     remove_unneeded_files(job, tmp_path / "gone")
 
 

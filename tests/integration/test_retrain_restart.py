@@ -1,6 +1,7 @@
 """A job that is killed goes on where it was."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,32 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
         for home, id in ((whole, expected.release), (killed, outcome.release))
     ]
     assert weights[0] == weights[1]
+
+
+def test_a_training_goes_on_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, written = {"checkpoint_url": f"file://{tmp_path}/store"}, MetricsWriter.write
+    train = SMALL | {"max_tokens": 1_000, "checkpoint_seconds": 1e-9} | store
+    pipeline = Pipeline(tmp_path / "home", train=train, gate={"min_learned": 0.0})
+    lost = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
+
+    def write(metrics: MetricsWriter, stage: Any, event: Any, **values: Any) -> None:
+        if event == "step" and values["step"] == 4:
+            raise KeyboardInterrupt
+        written(metrics, stage, event, **values)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(MetricsWriter, "write", write)
+        pipeline.run(lost)
+    there = tmp_path / "there" / lost.name
+    there.mkdir(parents=True)
+    for name in ("snapshot.json", "spec.json"):
+        shutil.copy(lost / name, there)
+    assert pipeline.run(there).result == "published"
+    metrics, _ = read_metrics(there / "metrics.jsonl")
+    steps = [each.step for each in metrics if each.event == "step"]
+    assert steps[0] == 4 and len(steps) > 1
 
 
 CHANGED = {"a.jsonl": jsonl([*facts(num_places=4), *unrelated(6)])}

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sqlite3
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import httpx
 
 from jobs.folder import METRICS
 from jobs.job import Job
+from jobs.schema import job_id_of
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job import CHECKPOINT, Metric, read_metrics, read_record
 from serving.weights.release_store import UNFINISHED, served_release
@@ -219,6 +221,10 @@ def _leftovers(stack: StackUnderFire) -> list[str]:
     with stack.jobs() as store:
         # One that another took over left its outcome to the store.
         told = {job.id: not _was_taken_over(job) for job in store.list()}
+    # A runner that was killed while it handled an outcome: another one does it TAKEN_SECONDS later.
+    with closing(sqlite3.connect(stack.home / "jobs/jobs.sqlite", timeout=10)) as database:
+        found_unhandled = database.execute("SELECT number FROM jobs WHERE handled_at IS NULL")
+        unhandled = {job_id_of(number) for (number,) in found_unhandled}
     for folder in (stack.home / "jobs").glob("j*/"):
         is_told = told.get(folder.name)
         if is_told is None or (is_told and not (folder / "outcome.json").exists()):
@@ -226,6 +232,7 @@ def _leftovers(stack: StackUnderFire) -> list[str]:
         found += [
             path
             for path in folder.iterdir()
-            if path.name == "checkpoints" or path.name.startswith(".")
+            if path.name.startswith(".")
+            or (path.name == "checkpoints" and folder.name not in unhandled)
         ]
     return [str(path) for path in found]

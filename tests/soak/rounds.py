@@ -23,6 +23,8 @@ DAMAGE_SHARE, STALLED_SHARE = 0.2, 0.2
 STOPPED_SHARE, FULL_SHARE = 0.15, 0.1
 """Of the shots that stop a service in place of killing it, and that fill the disk."""
 FULL_DISK = "full disk"
+JOB_VICTIMS = ("runner", "agent", "job", "hub")
+MOMENTS = ("push", *get_args(Stage), *3 * ("checkpoint",))
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,17 @@ class Plan:
             stalled=choice.choice([*STALLED]) if choice.random() < STALLED_SHARE else None,
         )
 
+    @classmethod
+    def of_kills(cls, seed: int, number: int) -> "Plan":
+        """Only kills of what a job here goes through. As in `of`."""
+        name = f"kills of seed {seed}, round {number}"
+        choice = random.Random(name)
+        shots = tuple(
+            Shot(choice.choice(JOB_VICTIMS), choice.choice(MOMENTS), round(choice.uniform(0, 2), 2))
+            for _ in range(choice.choice((1, 2, 3)))
+        )
+        return cls(name, choice.choice((1, 2)), shots)
+
     def __str__(self) -> str:
         shots = ", ".join(
             f"{shot.victim} at {shot.moment}+{shot.delay_seconds}" for shot in self.shots
@@ -82,7 +95,7 @@ def _shot(choice: random.Random) -> Shot:
         victim = choice.choice(STOPPED)
     else:
         victim = FULL_DISK if kind < STOPPED_SHARE + FULL_SHARE else choice.choice(VICTIMS)
-    moment = choice.choice(("push", *get_args(Stage), *3 * ("checkpoint",)))
+    moment = choice.choice(MOMENTS)
     delay_seconds = round(choice.uniform(0.0, 0.5), 2)
     if victim == "git":
         return Shot(victim, "push", round(delay_seconds / 10, 3))

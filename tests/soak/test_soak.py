@@ -1,5 +1,8 @@
 """A small soak, so that the harness is whole and the promises are looked at on every change."""
 
+import itertools
+import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,10 @@ from tests.soak.faults import DAMAGES, STALLED
 from tests.soak.rounds import FULL_DISK, SMALL, Plan
 from tests.soak.stack import STOPPED, VICTIMS
 from tests.stack_fixtures import workplace_in
+
+KILLS = int(os.environ.get("SOAK_KILLS", "4"))
+"""Of processes at random moments."""
+SEED = int(os.environ.get("SOAK_SEED") or random.randrange(10**6))
 
 pytestmark = pytest.mark.skipif(not IS_LINUX, reason="the victims are found in /proc")
 
@@ -38,6 +45,14 @@ def test_nothing_is_lost_when_processes_are_killed(folder: Path) -> None:
     assert soaked["full disks"] == (0 if soaked["disks not filled"] else num_fills)
     assert soaked["resumed trainings"]
     assert soaked["answers"] and soaked["suspensions"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600 + 60 * KILLS)
+def test_every_push_has_one_outcome_whatever_was_killed(folder: Path) -> None:
+    plans = (Plan.of_kills(SEED, number) for number in itertools.count())
+    soaked = soak(folder, plans, KILLS)
+    assert soaked["kills"] >= KILLS
 
 
 def test_a_seed_gives_the_same_plan_again_and_all_victims_have_their_turn() -> None:
