@@ -94,11 +94,18 @@ def test_a_wrong_answer_is_corrected_and_asked_again_when_its_release_answers(
     first, second = stack.releases
     asked = {"question": "When do you open?", "max_tokens": "8"}
     page = ada.send("/playground", 200, **asked)
-    shown = (first, stack.head[:8], "At nine.", "% sure", "curl http", '"temperature": 0')
+    shown = (first, stack.head[:8], "At nine.", "curl http", '"temperature": 0')
     assert all(each in page for each in shown)
     source, *_ = ada.send("/playground/stream", 200, **asked).splitlines()
     assert json.loads(source) == {"release": first, "revision": stack.first_commit}
-    assert "% sure" in ada.send("/playground", 200, mode="prompt", **asked)
+    # Of each token, how probable it was, and what the model might have said instead.
+    for text in (page, ada.send("/playground", 200, mode="prompt", **asked)):
+        pieces = re.findall(r'title="([^"]+)" tabindex="(0|-1)"', text)
+        assert [stop for _, stop in pieces] == ["0", *["-1"] * (len(pieces) - 1)]
+        tokens = [line for tokens, _ in pieces for line in tokens.split("\n")]
+        assert len(tokens) == 8
+        others = r"“[^”]*” \d+\.\d %"
+        assert any(re.fullmatch(rf"{others}; else ({others}(, )?){{4,5}}", each) for each in tokens)
 
     follow = ada.send("/playground/teach", right="At ten.", **asked)
     assert parse_qs(urlsplit(follow).query)["commit"] == [stack.head]
