@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from jobs.folder import LOG, METRICS, read_log, tail_offset
 from jobs.job import Job, JobState
 from pipeline.console.page import HEADERS, Console, ConsoleOf, Editor, Page, go, page
-from pipeline.doctor.facts import how_far, subject, wrong_answers
+from pipeline.doctor.facts import how_far, wrong_answers
 from pipeline.errors import PipelineError
 from pipeline.hub.routes.jobs import Found, asked_for
 from pipeline.hub.service import Hub, HubOf
@@ -48,9 +48,8 @@ def list_jobs(
     found = hub.jobs_store.list(
         pipeline or None, state or None, limit=NUM_LISTED + 1, before=before
     )
-    jobs = [(job, subject(job)) for job in found[:NUM_LISTED]]
+    jobs, has_more = found[:NUM_LISTED], len(found) > NUM_LISTED
     names = [each.name for each in console.settings.pipelines]
-    has_more = len(found) > NUM_LISTED
     return page(request, "jobs.html", jobs=jobs, has_more=has_more, pipelines=names)
 
 
@@ -62,7 +61,6 @@ def show_job(request: Request, hub: HubOf, console: ConsoleOf, job: Found) -> Re
         request,
         "job.html",
         job=job,
-        subject=subject(job),
         stages=stages_of(metrics),
         curves=_curves(metrics, _before(hub, console, job)),
         wrong=wrong_answers(folder),

@@ -10,12 +10,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pipeline.console.datasets import Followed, of_pipeline
 from pipeline.console.jobs import metrics_of, stages_of
 from pipeline.console.page import Console, ConsoleOf, Page, page
 from pipeline.doctor.checks import CHECKS, check_releases, faults
 from pipeline.doctor.facts import Facts, advice_after_refusal, counts_text
-from pipeline.hub.contents import list_commits, resolve_revision
-from pipeline.hub.errors import RepositoryNotFound, RevisionNotFound
+from pipeline.hub.contents import list_commits
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_deliveries
 from pipeline.settings import PipelineSettings
@@ -42,11 +42,12 @@ def _facts(hub: Hub, console: Console) -> dict[str, Any]:
     return {
         "wrong": faults(facts, QUICK_CHECKS),
         "hub_url": console.settings.hub_url,
-        "loops": [_loop(hub, facts, each) for each in console.settings.pipelines],
+        "loops": [_loop(hub, console, facts, each) for each in console.settings.pipelines],
     }
 
 
-def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
+def _loop(hub: Hub, console: Console, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
+    dataset = of_pipeline(hub, console, pipeline)
     jobs = facts.jobs[pipeline.name]
     # What runs is more interesting than what waits for it.
     job = next((each for each in jobs if each.state == "RUNNING"), next(iter(jobs), None))
@@ -58,7 +59,8 @@ def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
     return {
         "pipeline": pipeline,
         "is_here": facts.settings.is_on_own_hub(pipeline),
-        "commit": _newest_commit(hub, pipeline),
+        "dataset": dataset,
+        "commit": _newest_commit(dataset),
         "delivery": _last_delivery(hub, pipeline),
         "job": job,
         "num_waiting": sum(each.state == "SCHEDULING" for each in jobs),
@@ -73,13 +75,11 @@ def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
     }
 
 
-def _newest_commit(hub: Hub, pipeline: PipelineSettings) -> Any:
+def _newest_commit(dataset: Followed | None) -> Any:
     """None if the dataset is elsewhere, or has no commit yet."""
-    with suppress(RepositoryNotFound, RevisionNotFound):
-        repository = hub.repositories.find(hub.name_of("dataset", pipeline.dataset))
-        head = resolve_revision(repository, pipeline.ref)
-        return list_commits(repository, head, limit=1)[0]
-    return None
+    if dataset is None or dataset.head is None:
+        return None
+    return list_commits(dataset.repository, dataset.head, limit=1)[0]
 
 
 def _last_delivery(hub: Hub, pipeline: PipelineSettings) -> Any:

@@ -29,6 +29,7 @@ from starlette.templating import Jinja2Templates
 
 from jobs.errors import JobError
 from pipeline.console.shared import Shared
+from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body, reasons
@@ -212,7 +213,7 @@ def ago(moment: float) -> str:
 
 
 _templates = Jinja2Templates(_HERE / "templates")
-_templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote}
+_templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote, "subject": subject}
 _templates.env.globals |= {"asset": asset}
 _templates.env.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
 

@@ -17,7 +17,7 @@ from pipeline.console.datasets import commit, of_pipeline
 from pipeline.console.page import HEADERS, Console, ConsoleOf, Editor, Form, Page, go, page
 from pipeline.doctor.revision import nearest, opened
 from pipeline.errors import PipelineError
-from pipeline.hub.errors import BadRequest
+from pipeline.hub.errors import BadRequest, NotFound
 from pipeline.hub.service import Hub, HubOf
 from pipeline.retrain.editing import teach
 from pipeline.stack.asking import ask
@@ -132,11 +132,10 @@ def _page(
         dataset = of_pipeline(hub, console, console.settings.pipeline(asked.pipeline))
         facts |= {"source": source, "url": url, "body": body, "dataset": dataset}
         try:
-            if dataset is None or not source.get("revision"):
-                raise BadRequest("they are not on this hub")
-            facts["near"] = nearest(
-                dataset.repository, source["revision"], dataset.reading, asked.question
-            )
+            if dataset is None:
+                raise NotFound("they are not on this hub")
+            revision = source.get("revision") or "unknown"
+            facts["near"] = nearest(dataset.repository, revision, dataset.reading, asked.question)
         except PipelineError as error:
             facts["unknown"] = str(error)
     return page(request, "playground.html", asked=asked, **facts)

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, Query
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +18,6 @@ from pipeline.doctor.revision import rows_between
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import NotFound
 from pipeline.hub.releases import refresh, served_when
-from pipeline.hub.routes import contents
 from pipeline.hub.service import Hub, HubOf
 from pipeline.runner.serve_release import in_words, release_before, swap_in
 from pipeline.stack.record import at_running_stack
@@ -86,11 +83,10 @@ def _rows_since(
 ) -> dict[str, Any]:
     """The rows that separate the commits of two releases, or why they are not known."""
     dataset = of_pipeline(hub, console, console.settings.pipeline(name))
-    revisions = [each.lineage.dataset_revision or "unknown" for each in (old, new)]
+    before, after = (each.lineage.dataset_revision or "unknown" for each in (old, new))
     try:
         if dataset is None:
             raise NotFound("their dataset is not on this hub")
-        before, after = revisions
         return {"change": rows_between(dataset.repository, before, after, dataset.reading)}
     except PipelineError as error:
         return {"unknown": str(error)}
@@ -118,15 +114,6 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
             yield from _flat(each, f"{name} {key.replace('_', ' ')}".lstrip())
     elif value not in (None, "", (), []):
         yield name, str(value)[:300]
-
-
-@router.get("/{pipeline}/{id}/files/{path:path}")
-async def send_file(
-    request: Request, hub: HubOf, folder: FolderOf, sent: contents.UntilSent, id: str, path: str
-) -> Response:
-    name = hub.releases.name(folder.name)
-    repository = await run_in_threadpool(hub.repositories.find, name)
-    return await contents.resolve(request, hub, repository, sent, id, unquote(path))
 
 
 @router.post("/{pipeline}/{act}")

@@ -48,7 +48,7 @@ def test_a_dataset_shows_its_files_rows_and_what_each_commit_became(
     rows = ada.see(f"{DATASET}/rows")
     shown = ("2 rows to train on", "no rows are read from .pdf files", "&lt;b&gt;Ada&lt;/b&gt;")
     assert all(each in rows for each in shown)
-    assert "At nine." in ada.see(f"{DATASET}/raw/{stack.head}/facts.jsonl")
+    assert "At nine." in ada.see(f"/files/dataset/local/facts/{stack.head}/facts.jsonl")
     ada.see("/datasets/local/none", 404)
 
 
@@ -126,7 +126,7 @@ def test_releases_are_compared_swapped_rolled_back_and_pinned(stack: Stack, ada:
     # The second one stands below its parent.
     assert page.index(f"{first}</a>") < page.index("<ul>") < page.index(f"{second}</a>")
     assert "has no branch, tag or commit" in ada.see(f"{act}/{second}?with={first}")
-    assert ada.see(f"{act}/{first}/files/config.json").startswith("{")
+    assert ada.see(f"/files/model/local/answers/{first}/config.json").startswith("{")
     ada.send(f"{act}/swap", release=second)
     assert SERVED.format(second) in ada.see("/releases")
     ada.send(f"{act}/rollback")
