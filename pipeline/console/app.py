@@ -18,7 +18,6 @@ from pipeline.console import datasets, jobs, loop, playground, releases, webhook
 from pipeline.console.page import HEADERS, Console, ConsoleOf, Page, entrance, viewer
 from pipeline.console.shared import LOOK_SECONDS
 from pipeline.hub.database import deliveries, events
-from pipeline.hub.repositories import RepositoryName
 from pipeline.hub.routes.contents import UntilSent, resolve
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_webhooks
@@ -52,7 +51,7 @@ async def send_file(
 ) -> Response:
     """A file of a commit of a dataset, or of a release."""
     path = request.path_params
-    name = RepositoryName(type=type, owner=path["owner"], name=path["name"])
+    name = hub.name_of(type, f"{path['owner']}/{path['name']}")
     repository = await run_in_threadpool(hub.repositories.find, name)
     return await resolve(request, hub, repository, sent, path["revision"], unquote(path["path"]))
 

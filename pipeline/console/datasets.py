@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
-from itertools import chain
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
@@ -63,6 +62,11 @@ class Followed:
     @property
     def path(self) -> str:
         return f"/{self.repository.name.path}"
+
+    @property
+    def newest_commit(self) -> Any:
+        """As the API describes it; None if there is none."""
+        return self.head and contents.list_commits(self.repository, self.head, limit=1)[0]
 
     def url(self, page: str = "", **query: object) -> str:
         """The address of one of its pages, for the same pipeline."""
@@ -150,7 +154,7 @@ def show_rows(
     pipeline = next(iter(dataset.pipelines), None)
     divided_rows = divided(found.dataset, console.home, pipeline)
     report = report_on(found.dataset, *divided_rows, bad=found.bad, elsewhere=found.unread)
-    every = list(chain.from_iterable(found.dataset.by_file.values()))
+    every = [row for rows in found.dataset.by_file.values() for row in rows]
     facts: dict[str, Any] = {"rows": every, "p": p, "a_page": ROWS_A_PAGE, "report": [*report]}
     return page(request, "rows.html", dataset=dataset, **facts)
 
@@ -165,6 +169,16 @@ def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> 
     change = rows_between(repository, parent, commit, dataset.reading)
     jobs = hub.jobs_store.of_commit(commit)
     return page(request, "commit.html", dataset=dataset, commit=about, change=change, jobs=jobs)
+
+
+@router.get("/{owner}/{name}/origin/{sha}")
+def find_origin(
+    dataset: FollowedOf, sha: str, file: str, line: Annotated[int, Query(ge=1)]
+) -> Response:
+    """Leads to the commit that wrote the row which begins on `line`."""
+    commit = contents.resolve_revision(dataset.repository, sha)
+    found = contents.commit_of_line(dataset.repository, commit, file, line)
+    return go(dataset.url(f"/commit/{found}"))
 
 
 @router.get("/{owner}/{name}/edit")

@@ -40,7 +40,6 @@ router = APIRouter(route_class=Page)
 def list_jobs(
     request: Request,
     hub: HubOf,
-    console: ConsoleOf,
     state: JobState | Literal[""] = "",
     pipeline: str = "",
     before: str | None = None,
@@ -49,8 +48,7 @@ def list_jobs(
         pipeline or None, state or None, limit=NUM_LISTED + 1, before=before
     )
     jobs, has_more = found[:NUM_LISTED], len(found) > NUM_LISTED
-    names = [each.name for each in console.settings.pipelines]
-    return page(request, "jobs.html", jobs=jobs, has_more=has_more, pipelines=names)
+    return page(request, "jobs.html", jobs=jobs, has_more=has_more)
 
 
 @router.get("/jobs/{id}")
@@ -169,14 +167,12 @@ def _before(hub: Hub, console: Console, job: Job) -> tuple[Metric, ...]:
     return ()
 
 
-def _curves(*of_jobs: Sequence[Metric]) -> list[dict[str, Any]]:
+def _curves(*of_jobs: Sequence[Metric]) -> Iterator[dict[str, Any]]:
     """`lines` has the points of each of the jobs. A curve without any point is left out."""
-    curves = []
     for event, title in (("step", "Loss, nats per token"), ("evaluation", "Learned, % of rows")):
         lines = [_points(metrics, event) for metrics in of_jobs]
         if any(lines):
-            curves.append({"title": title, "lines": lines})
-    return curves
+            yield {"title": title, "lines": lines}
 
 
 def _points(metrics: Sequence[Metric], event: str) -> list[tuple[int, float]]:

@@ -10,12 +10,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipeline.console.datasets import Followed, of_pipeline
+from pipeline.console.datasets import of_pipeline
 from pipeline.console.jobs import metrics_of, stages_of
 from pipeline.console.page import Console, ConsoleOf, Page, page
 from pipeline.doctor.checks import CHECKS, check_releases, faults
 from pipeline.doctor.facts import Facts, advice_after_refusal, counts_text
-from pipeline.hub.contents import list_commits
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_deliveries
 from pipeline.settings import PipelineSettings
@@ -32,8 +31,7 @@ router = APIRouter(route_class=Page)
 @router.get("/")
 async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
     # What was made before the last look may lack the change of which this look has told the page.
-    looked_at = console.digest.made_at
-    facts = await console.loops.get(partial(_facts, hub, console), since=looked_at)
+    facts = await console.loops.get(partial(_facts, hub, console), since=console.digest.made_at)
     return page(request, "loop.html", now=time.time(), **facts)
 
 
@@ -60,7 +58,7 @@ def _loop(hub: Hub, console: Console, facts: Facts, pipeline: PipelineSettings) 
         "pipeline": pipeline,
         "is_here": facts.settings.is_on_own_hub(pipeline),
         "dataset": dataset,
-        "commit": _newest_commit(dataset),
+        "commit": dataset and dataset.newest_commit,
         "delivery": _last_delivery(hub, pipeline),
         "job": job,
         "num_waiting": sum(each.state == "SCHEDULING" for each in jobs),
@@ -73,13 +71,6 @@ def _loop(hub: Hub, console: Console, facts: Facts, pipeline: PipelineSettings) 
         "paused_since": hub.jobs_store.paused().get(pipeline.name),
         "refused": advice_after_refusal(jobs),
     }
-
-
-def _newest_commit(dataset: Followed | None) -> Any:
-    """None if the dataset is elsewhere, or has no commit yet."""
-    if dataset is None or dataset.head is None:
-        return None
-    return list_commits(dataset.repository, dataset.head, limit=1)[0]
 
 
 def _last_delivery(hub: Hub, pipeline: PipelineSettings) -> Any:

@@ -153,9 +153,11 @@ def opened(hub: Hub, text: str, kind: str, seconds: int) -> str:
 
 def page(request: Request, template: str, *, status: int = 200, **facts: Any) -> Response:
     """The page that the template makes of the facts. The template also gets `visitor` (None if
-    nobody is signed in) and `seen`, the state of the stack that the page shows at least."""
-    state = request.state
-    facts |= {"visitor": getattr(state, "visitor", None), "seen": state.console.digest.value}
+    nobody is signed in), `seen`, the state of the stack that the page shows at least, and the
+    `settings`."""
+    state, console = request.state, request.state.console
+    facts |= {"visitor": getattr(state, "visitor", None), "seen": console.digest.value}
+    facts["settings"] = console.settings
     return _templates.TemplateResponse(
         request, template, facts, status_code=status, headers=HEADERS
     )

@@ -299,6 +299,18 @@ def older_commits(repository: Repository, *commits: str, limit: int) -> list[str
     return [line.removeprefix("-") for line in listed if line.startswith("-")]
 
 
+def commit_of_line(repository: Repository, commit: str, path: str, line: int) -> str:
+    """The commit that wrote this line (from 1) of a text file. Raises EntryNotFound."""
+    place = (f"-L{line},{line}", commit, "--", path)
+    told = git(repository.folder, "blame", "--porcelain", *place, may_exit_with=(128,))
+    if not told:
+        raise EntryNotFound(
+            f"The {repository.name} has no line {line} of {path!r} in the commit {commit}.",
+            commit=commit,
+        )
+    return told.split()[0].decode()
+
+
 ATTRIBUTES_FILE = ".gitattributes"
 IGNORE_FILE = ".gitignore"
 

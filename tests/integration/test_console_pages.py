@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from pipeline.console import datasets
 from tests.console_fixtures import Person, Stack, running_stack
 from tests.hub_fixtures import Receiver, wait_until
 
@@ -67,12 +69,38 @@ def test_a_form_edits_adds_and_deletes_rows_and_the_commit_shows_the_difference_
     gone = ada.send(edit, file="facts.jsonl", line="2", parent=stack.head, delete="1")
     assert "1 deleted" in ada.see(gone)
     assert answers_in(stack) == ["At ten.", "So."]
+    # A row leads to the commit that wrote it.
+    written = f"{DATASET}/origin/{stack.head}?file=facts.jsonl&line=1"
+    assert written.replace("&", "&amp;") in ada.see(f"{DATASET}/rows")
+    origin = ada.client.get(written).headers["location"]
+    assert "<h1>Edit a row of facts.jsonl</h1>" in ada.see(origin)
+    ada.see(written.replace("line=1", "line=99"), 404)
     # Neither a file of this machine, nor one whose content would be lost.
     ada.see(f"{edit}?file=../../../etc/passwd&line=1", 400)
     # Nor one that no job reads.
     for file in ("notes.pdf", "x.JSONL.gz", "facts", "LICENSE", "x.md"):
         ada.send(edit, 409, **{**row, "file": file, "parent": stack.head})
     assert "1 added" in ada.see(ada.send(edit, **{**row, "file": "new.csv", "parent": stack.head}))
+
+
+def test_older_commits_are_reached_once_each_also_those_of_a_merged_branch(
+    stack: Stack, ada: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "COMMITS_A_PAGE", 2)
+    git = partial(stack.hub.git, cwd=tmp_path / "clone")
+    stack.hub.git("clone", "-q", f"{stack.hub.url}{DATASET}", "clone", cwd=tmp_path)
+    for branch in ("main", "other"):
+        git("checkout", "-q", "-B", branch, stack.first_commit)
+        for number in range(3):
+            git("commit", "-q", "--allow-empty", "-m", f"{branch} {number}")
+    git("merge", "-q", "-m", "Both", "main")
+    git("push", "-q", "origin", "HEAD:main")
+    shown, path = list[str](), DATASET
+    while path:
+        page = ada.see(path)
+        shown += re.findall(r'<li><a href="[^"]+/commit/(\w+)', page)
+        path = next(iter(re.findall(r'href="([^"]+)">Older<', page)), "")
+    assert sorted(shown) == sorted(git("rev-list", "HEAD").split())
 
 
 def test_an_upload_is_a_commit_and_its_page_says_what_is_wrong(stack: Stack, ada: Person) -> None:
