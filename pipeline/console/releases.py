@@ -1,6 +1,5 @@
 """The pages of releases: which came from which, what each has learned, what was served when."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -51,16 +50,17 @@ def list_all(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
 
 
 def _of(hub: Hub, console: Console, pipeline: PipelineSettings) -> dict[str, Any]:
-    """The releases of a pipeline, by their parent: "" if it is not there any more."""
+    """The releases of a pipeline. `line`: the served one, its parent, and so on."""
     folder, dataset = folder_of(console, pipeline.name), of_pipeline(hub, console, pipeline)
     found = release_store.list_releases(folder)
-    ids = {each.id for each in found}
-    children = defaultdict(list)
-    for each in found:
-        parent = each.lineage.parent if each.lineage.parent in ids else ""
-        children[parent].append((each, counts_text(each.evaluation)))
+    parents, line = {each.id: each.lineage.parent for each in found}, list[str]()
+    each = release_store.readable_served(folder).release
+    while each in parents and each not in line:
+        line.append(each)
+        each = parents[each]
+    releases = [(each, counts_text(each.evaluation)) for each in found]
     facts = {"marks": release_store.marks(folder), "served": served_when(hub.releases, folder.name)}
-    return {"name": folder.name, "children": children, "dataset": dataset, **facts}
+    return {"name": folder.name, "releases": releases, "line": line, "dataset": dataset, **facts}
 
 
 @router.get("/{pipeline}/{id}")
