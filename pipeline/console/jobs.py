@@ -47,8 +47,7 @@ def list_jobs(
     found = hub.jobs_store.list(
         pipeline or None, state or None, limit=NUM_LISTED + 1, before=before
     )
-    jobs, has_more = found[:NUM_LISTED], len(found) > NUM_LISTED
-    return page(request, "jobs.html", jobs=jobs, has_more=has_more)
+    return page(request, "jobs.html", jobs=found[:NUM_LISTED], has_more=len(found) > NUM_LISTED)
 
 
 @router.get("/jobs/{id}")
@@ -177,9 +176,11 @@ def _curves(*of_jobs: Sequence[Metric]) -> Iterator[dict[str, Any]]:
 
 def _points(metrics: Sequence[Metric], event: str) -> list[tuple[int, float]]:
     """The loss at each step, or the share of the rows that each evaluation found learned: at most
-    MAX_POINTS of them, and the last one."""
-    points = []
+    MAX_POINTS of them, and the last one. A full training after a refused delta begins anew."""
+    points = list[tuple[int, float]]()
     for each in metrics:
+        if (each.stage, each.event) == ("train", "start"):
+            points.clear()
         value = each.loss if event == "step" else each.rows and 100 * (each.right or 0) / each.rows
         if each.event == event and value is not None and isfinite(value):
             points.append((each.step or 0, value))
