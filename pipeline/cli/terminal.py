@@ -35,15 +35,18 @@ def seconds(text: str) -> float:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """Print the rows, or `empty` if there are none. Line breaks in a cell become spaces. Each
+    """Print the rows, or `empty` if there are none."""
+    print("\n".join(table_lines(headings, rows)) or empty)
+
+
+def table_lines(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table; none if there are no rows. Line breaks in a cell become spaces. Each
     column is as wide as its widest cell, so that no id is shortened."""
     if not rows:
-        print(empty)
-        return
+        return []
     lines = [list(headings), *([" ".join(cell.split()) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(map(str.ljust, line, widths)).rstrip())
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
 
 
 def project_home() -> Home:

@@ -1,21 +1,24 @@
-"""Joins the pages into one router for the hub, and tells open pages of changes."""
+"""Joins the pages into one router for the hub, tells open pages of changes, and sends files."""
 
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends
 from sqlalchemy import func, select
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from jobs.folder import LOG, METRICS
 from pipeline.console import datasets, jobs, loop, playground, releases, webhooks
-from pipeline.console.page import HEADERS, Console, ConsoleOf, Page, Viewer, entrance, viewer
+from pipeline.console.page import HEADERS, Console, ConsoleOf, Page, entrance, viewer
 from pipeline.console.shared import LOOK_SECONDS
 from pipeline.hub.database import deliveries, events
+from pipeline.hub.routes.contents import UntilSent, resolve
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_webhooks
 from serving.weights.release_store import readable_served, release_ids
@@ -33,19 +36,28 @@ def create_router(console: Console) -> APIRouter:
 
     router = APIRouter(dependencies=[Depends(bring)])
     router.include_router(entrance)
-    router.include_router(changes)
-    for pages in (loop, datasets, jobs, releases, playground, webhooks):
-        router.include_router(pages.router, dependencies=[Depends(viewer)])
+    pages = (loop, datasets, jobs, releases, playground, webhooks)
+    for each in (common, *(module.router for module in pages)):
+        router.include_router(each, dependencies=[Depends(viewer)])
     return router
 
 
-changes = APIRouter(route_class=Page)
+common = APIRouter(route_class=Page)
 
 
-@changes.get("/events")
-async def stream(
-    request: Request, hub: HubOf, console: ConsoleOf, _: Viewer, seen: str = ""
+@common.get("/files/{type}/{owner}/{name}/{revision}/{path:path}")
+async def send_file(
+    request: Request, hub: HubOf, sent: UntilSent, type: Literal["dataset", "model"]
 ) -> Response:
+    """A file of a commit of a dataset, or of a release."""
+    path = request.path_params
+    name = hub.name_of(type, f"{path['owner']}/{path['name']}")
+    repository = await run_in_threadpool(hub.repositories.find, name)
+    return await resolve(request, hub, repository, sent, path["revision"], unquote(path["path"]))
+
+
+@common.get("/events")
+async def stream(request: Request, hub: HubOf, console: ConsoleOf, seen: str = "") -> Response:
     """Tells the page when to ask for itself again, until the browser or the hub goes. `seen` is the
     digest of what the page shows."""
 

@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
-from itertools import chain
 from typing import Annotated, Any
-from urllib.parse import quote, unquote, urlencode
+from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Depends, Query
 from markdown_it import MarkdownIt
@@ -41,7 +40,6 @@ ROWS_A_PAGE = 50
 MAX_README = 10_000
 """In characters. A longer README is cut: a hostile one takes a second to render, and four times as
 long if it is twice as long."""
-PageNumber = Annotated[int, Query(ge=0, lt=10**6)]
 
 router = APIRouter(route_class=Page, prefix="/datasets")
 _markdown = MarkdownIt("js-default")  # which escapes HTML, and links to no script
@@ -64,6 +62,11 @@ class Followed:
     @property
     def path(self) -> str:
         return f"/{self.repository.name.path}"
+
+    @property
+    def newest_commit(self) -> Any:
+        """As the API describes it; None if there is none."""
+        return self.head and contents.list_commits(self.repository, self.head, limit=1)[0]
 
     def url(self, page: str = "", **query: object) -> str:
         """The address of one of its pages, for the same pipeline."""
@@ -117,18 +120,18 @@ def list_all(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
 
 
 @router.get("/{owner}/{name}")
-def show(request: Request, hub: HubOf, dataset: FollowedOf, p: PageNumber = 0) -> Response:
-    facts: dict[str, Any] = {"p": p, "a_page": COMMITS_A_PAGE}
-    repository, head = dataset.repository, dataset.head
+def show(request: Request, hub: HubOf, dataset: FollowedOf, older: str = "") -> Response:
+    """Its commits begin with the newest one, or with those of `older` (with commas between)."""
+    repository, head, facts = dataset.repository, dataset.head, dict[str, Any]()
     if head is not None:
-        files = {each.path: each for each in contents.list_tree(repository, head, recursive=True)}
-        facts["files"] = [each for each in files.values() if each.type == "file"]
-        if (readme := files.get(contents.README)) is not None:
-            facts["readme"] = _rendered(repository, readme)
-        limit = COMMITS_A_PAGE
-        listed = contents.list_commits(repository, head, skip=p * limit, limit=limit + 1)
-        of_commit = hub.jobs_store.of_commit
-        facts["commits"] = [(each, of_commit(str(each["id"]))) for each in listed]
+        begin = [contents.resolve_revision(repository, each) for each in (older or head).split(",")]
+        listed = contents.list_commits(repository, *begin, limit=COMMITS_A_PAGE)
+        facts["commits"] = [(each, hub.jobs_store.of_commit(str(each["id"]))) for each in listed]
+        facts["older"] = contents.older_commits(repository, *begin, limit=COMMITS_A_PAGE)
+        entries = contents.list_tree(repository, head, recursive=True)
+        facts["files"] = [each for each in entries if each.type == "file"]
+        readme = next((each for each in facts["files"] if each.path == contents.README), None)
+        facts["readme"] = readme and _rendered(repository, readme)
     return page(request, "dataset.html", dataset=dataset, hub_url=hub.settings.url, **facts)
 
 
@@ -139,36 +142,20 @@ def _rendered(repository: Repository, readme: contents.Entry) -> str:
     return str(_markdown.render(text[:MAX_README]))
 
 
-@router.get("/{owner}/{name}/raw/{revision}/{path:path}")
-async def send_file(
-    request: Request,
-    hub: HubOf,
-    dataset: FollowedOf,
-    sent: api.UntilSent,
-    revision: str,
-    path: str,
-) -> Response:
-    return await api.resolve(request, hub, dataset.repository, sent, revision, unquote(path))
-
-
 @router.get("/{owner}/{name}/rows")
 def show_rows(
-    request: Request, console: ConsoleOf, dataset: FollowedOf, p: PageNumber = 0
+    request: Request,
+    console: ConsoleOf,
+    dataset: FollowedOf,
+    p: Annotated[int, Query(ge=0, lt=10**6)] = 0,
 ) -> Response:
     """The rows of the newest commit, and what `pipeline data check` says of them."""
     found = read_rows(dataset.repository, dataset.head, dataset.reading)
     pipeline = next(iter(dataset.pipelines), None)
-    rows, held_out = divided(found.dataset, console.home, pipeline)
-    report = report_on(found.dataset, rows, held_out, bad=found.bad, elsewhere=found.unread)
-    every = list(chain.from_iterable(found.dataset.by_file.values()))
-    shown = every[p * ROWS_A_PAGE :][:ROWS_A_PAGE]
-    facts: dict[str, Any] = {
-        "p": p,
-        "a_page": ROWS_A_PAGE,
-        "rows": shown,
-        "num_rows": len(every),
-        "report": [*report],
-    }
+    divided_rows = divided(found.dataset, console.home, pipeline)
+    report = report_on(found.dataset, *divided_rows, bad=found.bad, elsewhere=found.unread)
+    every = [row for rows in found.dataset.by_file.values() for row in rows]
+    facts: dict[str, Any] = {"rows": every, "p": p, "a_page": ROWS_A_PAGE, "report": [*report]}
     return page(request, "rows.html", dataset=dataset, **facts)
 
 
@@ -181,8 +168,17 @@ def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> 
     parent = next(iter(contents.read_commit(repository, commit).parents), None)
     change = rows_between(repository, parent, commit, dataset.reading)
     jobs = hub.jobs_store.of_commit(commit)
-    facts: dict[str, Any] = {"commit": about, "change": change, "jobs": jobs}
-    return page(request, "commit.html", dataset=dataset, **facts)
+    return page(request, "commit.html", dataset=dataset, commit=about, change=change, jobs=jobs)
+
+
+@router.get("/{owner}/{name}/origin/{sha}")
+def find_origin(
+    dataset: FollowedOf, sha: str, file: str, line: Annotated[int, Query(ge=1)]
+) -> Response:
+    """Leads to the commit that wrote the row which begins on `line`."""
+    commit = contents.resolve_revision(dataset.repository, sha)
+    found = contents.commit_of_line(dataset.repository, commit, file, line)
+    return go(dataset.url(f"/commit/{found}"))
 
 
 @router.get("/{owner}/{name}/edit")
@@ -199,9 +195,8 @@ def show_form(
 @router.post("/{owner}/{name}/edit")
 async def edit(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
     file, content, verb = await run_in_threadpool(_edited, editor, dataset)
-    files = {file: BytesIO(content)}
-    parent, summary = editor.form.get("parent"), f"{verb} a row of {file}"
-    sha = await commit(hub, editor, dataset, parent, summary, files)
+    files, summary = {file: BytesIO(content)}, f"{verb} a row of {file}"
+    sha = await commit(hub, editor, dataset, editor.form.get("parent"), summary, files)
     return go(dataset.url(f"/commit/{sha}"))
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from jobs.folder import LOG, METRICS, read_log, tail_offset
 from jobs.job import Job, JobState
 from pipeline.console.page import HEADERS, Console, ConsoleOf, Editor, Page, go, page
-from pipeline.doctor.facts import how_far, subject, wrong_answers
+from pipeline.doctor.facts import how_far, wrong_answers
 from pipeline.errors import PipelineError
 from pipeline.hub.routes.jobs import Found, asked_for
 from pipeline.hub.service import Hub, HubOf
@@ -40,7 +40,6 @@ router = APIRouter(route_class=Page)
 def list_jobs(
     request: Request,
     hub: HubOf,
-    console: ConsoleOf,
     state: JobState | Literal[""] = "",
     pipeline: str = "",
     before: str | None = None,
@@ -48,10 +47,7 @@ def list_jobs(
     found = hub.jobs_store.list(
         pipeline or None, state or None, limit=NUM_LISTED + 1, before=before
     )
-    jobs = [(job, subject(job)) for job in found[:NUM_LISTED]]
-    names = [each.name for each in console.settings.pipelines]
-    has_more = len(found) > NUM_LISTED
-    return page(request, "jobs.html", jobs=jobs, has_more=has_more, pipelines=names)
+    return page(request, "jobs.html", jobs=found[:NUM_LISTED], has_more=len(found) > NUM_LISTED)
 
 
 @router.get("/jobs/{id}")
@@ -62,7 +58,6 @@ def show_job(request: Request, hub: HubOf, console: ConsoleOf, job: Found) -> Re
         request,
         "job.html",
         job=job,
-        subject=subject(job),
         stages=stages_of(metrics),
         curves=_curves(metrics, _before(hub, console, job)),
         wrong=wrong_answers(folder),
@@ -171,21 +166,21 @@ def _before(hub: Hub, console: Console, job: Job) -> tuple[Metric, ...]:
     return ()
 
 
-def _curves(*of_jobs: Sequence[Metric]) -> list[dict[str, Any]]:
+def _curves(*of_jobs: Sequence[Metric]) -> Iterator[dict[str, Any]]:
     """`lines` has the points of each of the jobs. A curve without any point is left out."""
-    curves = []
     for event, title in (("step", "Loss, nats per token"), ("evaluation", "Learned, % of rows")):
         lines = [_points(metrics, event) for metrics in of_jobs]
         if any(lines):
-            curves.append({"title": title, "lines": lines})
-    return curves
+            yield {"title": title, "lines": lines}
 
 
 def _points(metrics: Sequence[Metric], event: str) -> list[tuple[int, float]]:
     """The loss at each step, or the share of the rows that each evaluation found learned: at most
-    MAX_POINTS of them, and the last one."""
-    points = []
+    MAX_POINTS of them, and the last one. A full training after a refused delta begins anew."""
+    points = list[tuple[int, float]]()
     for each in metrics:
+        if (each.stage, each.event) == ("train", "start"):
+            points.clear()
         value = each.loss if event == "step" else each.rows and 100 * (each.right or 0) / each.rows
         if each.event == event and value is not None and isfinite(value):
             points.append((each.step or 0, value))

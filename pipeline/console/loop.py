@@ -10,12 +10,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pipeline.console.datasets import of_pipeline
 from pipeline.console.jobs import metrics_of, stages_of
 from pipeline.console.page import Console, ConsoleOf, Page, page
 from pipeline.doctor.checks import CHECKS, check_releases, faults
 from pipeline.doctor.facts import Facts, advice_after_refusal, counts_text
-from pipeline.hub.contents import list_commits, resolve_revision
-from pipeline.hub.errors import RepositoryNotFound, RevisionNotFound
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_deliveries
 from pipeline.settings import PipelineSettings
@@ -32,8 +31,7 @@ router = APIRouter(route_class=Page)
 @router.get("/")
 async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
     # What was made before the last look may lack the change of which this look has told the page.
-    looked_at = console.digest.made_at
-    facts = await console.loops.get(partial(_facts, hub, console), since=looked_at)
+    facts = await console.loops.get(partial(_facts, hub, console), since=console.digest.made_at)
     return page(request, "loop.html", now=time.time(), **facts)
 
 
@@ -42,11 +40,12 @@ def _facts(hub: Hub, console: Console) -> dict[str, Any]:
     return {
         "wrong": faults(facts, QUICK_CHECKS),
         "hub_url": console.settings.hub_url,
-        "loops": [_loop(hub, facts, each) for each in console.settings.pipelines],
+        "loops": [_loop(hub, console, facts, each) for each in console.settings.pipelines],
     }
 
 
-def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
+def _loop(hub: Hub, console: Console, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
+    dataset = of_pipeline(hub, console, pipeline)
     jobs = facts.jobs[pipeline.name]
     # What runs is more interesting than what waits for it.
     job = next((each for each in jobs if each.state == "RUNNING"), next(iter(jobs), None))
@@ -58,7 +57,8 @@ def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
     return {
         "pipeline": pipeline,
         "is_here": facts.settings.is_on_own_hub(pipeline),
-        "commit": _newest_commit(hub, pipeline),
+        "dataset": dataset,
+        "commit": dataset and dataset.newest_commit,
         "delivery": _last_delivery(hub, pipeline),
         "job": job,
         "num_waiting": sum(each.state == "SCHEDULING" for each in jobs),
@@ -71,15 +71,6 @@ def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
         "paused_since": hub.jobs_store.paused().get(pipeline.name),
         "refused": advice_after_refusal(jobs),
     }
-
-
-def _newest_commit(hub: Hub, pipeline: PipelineSettings) -> Any:
-    """None if the dataset is elsewhere, or has no commit yet."""
-    with suppress(RepositoryNotFound, RevisionNotFound):
-        repository = hub.repositories.find(hub.name_of("dataset", pipeline.dataset))
-        head = resolve_revision(repository, pipeline.ref)
-        return list_commits(repository, head, limit=1)[0]
-    return None
 
 
 def _last_delivery(hub: Hub, pipeline: PipelineSettings) -> Any:

@@ -29,6 +29,7 @@ from starlette.templating import Jinja2Templates
 
 from jobs.errors import JobError
 from pipeline.console.shared import Shared
+from pipeline.doctor.facts import subject
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body, reasons
@@ -152,9 +153,11 @@ def opened(hub: Hub, text: str, kind: str, seconds: int) -> str:
 
 def page(request: Request, template: str, *, status: int = 200, **facts: Any) -> Response:
     """The page that the template makes of the facts. The template also gets `visitor` (None if
-    nobody is signed in) and `seen`, the state of the stack that the page shows at least."""
-    state = request.state
-    facts |= {"visitor": getattr(state, "visitor", None), "seen": state.console.digest.value}
+    nobody is signed in), `seen`, the state of the stack that the page shows at least, and the
+    `settings`."""
+    state, console = request.state, request.state.console
+    facts |= {"visitor": getattr(state, "visitor", None), "seen": console.digest.value}
+    facts["settings"] = console.settings
     return _templates.TemplateResponse(
         request, template, facts, status_code=status, headers=HEADERS
     )
@@ -212,7 +215,7 @@ def ago(moment: float) -> str:
 
 
 _templates = Jinja2Templates(_HERE / "templates")
-_templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote}
+_templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote, "subject": subject}
 _templates.env.globals |= {"asset": asset}
 _templates.env.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
 

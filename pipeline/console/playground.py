@@ -17,7 +17,7 @@ from pipeline.console.datasets import commit, of_pipeline
 from pipeline.console.page import HEADERS, Console, ConsoleOf, Editor, Form, Page, go, page
 from pipeline.doctor.revision import nearest, opened
 from pipeline.errors import PipelineError
-from pipeline.hub.errors import BadRequest
+from pipeline.hub.errors import BadRequest, NotFound
 from pipeline.hub.service import Hub, HubOf
 from pipeline.retrain.editing import teach
 from pipeline.stack.asking import ask
@@ -65,8 +65,7 @@ async def show(
         name = console.settings.pipeline(asked.pipeline).name
         jobs = await run_in_threadpool(hub.jobs_store.of_commit, asked.commit)
         job = next((each for each in jobs if each.spec.pipeline == name), None)
-        outcome = job.outcome if job is not None and job.has_ended else None
-        if outcome is not None and outcome.result in ("promoted", "unchanged"):
+        if job and job.outcome and job.outcome.result in ("promoted", "unchanged"):
             pieces = [each async for each in ask(*asked.request(console))]
     return await run_in_threadpool(_page, request, hub, console, asked, pieces, job=job)
 
@@ -107,16 +106,15 @@ async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
     if dataset is None or not right or not asked.question:
         raise BadRequest("This needs a question, an answer, and a dataset on this hub.")
 
-    def taught() -> dict[str, bytes]:
+    def taught() -> dict[str, BytesIO]:
         with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
             found = teach(folder, rows.dataset, dataset.reading, asked.question, right)
             for file in found:
                 rows.check_editable(file)
-            return found
+            return {file: BytesIO(content) for file, content in found.items()}
 
-    contents = await run_in_threadpool(taught)
     summary = f"Correct the answer to: {' '.join(asked.question.split())[:60]}"
-    files = {file: BytesIO(content) for file, content in contents.items()}
+    files = await run_in_threadpool(taught)
     sha = await commit(hub, editor, dataset, dataset.head or "", summary, files)
     again = asked.model_copy(update={"commit": sha})
     return go(f"/playground?{urlencode(again.model_dump(exclude_none=True))}")
@@ -125,18 +123,16 @@ async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
 def _page(
     request: Request, hub: Hub, console: Console, asked: Question, pieces: Pieces, **facts: Any
 ) -> Response:
-    facts["pipelines"] = [each.name for each in console.settings.pipelines]
     if pieces:
         source, *facts["pieces"] = pieces
         url, body, _ = asked.request(console)
         dataset = of_pipeline(hub, console, console.settings.pipeline(asked.pipeline))
         facts |= {"source": source, "url": url, "body": body, "dataset": dataset}
         try:
-            if dataset is None or not source.get("revision"):
-                raise BadRequest("they are not on this hub")
-            facts["near"] = nearest(
-                dataset.repository, source["revision"], dataset.reading, asked.question
-            )
+            if dataset is None:
+                raise NotFound("they are not on this hub")
+            revision = source.get("revision") or "unknown"
+            facts["near"] = nearest(dataset.repository, revision, dataset.reading, asked.question)
         except PipelineError as error:
             facts["unknown"] = str(error)
     return page(request, "playground.html", asked=asked, **facts)

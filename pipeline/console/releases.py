@@ -1,28 +1,25 @@
 """The pages of releases: which came from which, what each has learned, what was served when."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import unquote
 
 from fastapi import APIRouter, Depends, Query
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jobs.errors import JobNotFound
-from pipeline.console.datasets import of_pipeline
+from pipeline.console.datasets import Followed, of_pipeline
 from pipeline.console.page import Console, ConsoleOf, Editor, Page, go, page
 from pipeline.doctor.facts import counts_text
 from pipeline.doctor.revision import rows_between
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import NotFound
 from pipeline.hub.releases import refresh, served_when
-from pipeline.hub.routes import contents
 from pipeline.hub.service import Hub, HubOf
 from pipeline.runner.serve_release import in_words, release_before, swap_in
+from pipeline.settings import PipelineSettings
 from pipeline.stack.record import at_running_stack
 from serving.weights import release_store
 from serving.weights.release import Release
@@ -48,20 +45,22 @@ router = APIRouter(route_class=Page, prefix="/releases", dependencies=[Depends(r
 
 @router.get("")
 def list_all(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
-    folders = [folder_of(console, each.name) for each in console.settings.pipelines]
-    return page(request, "releases.html", pipelines=[_of(hub, each) for each in folders])
+    found = [_of(hub, console, each) for each in console.settings.pipelines]
+    return page(request, "releases.html", pipelines=found)
 
 
-def _of(hub: Hub, folder: Path) -> dict[str, Any]:
-    """The releases of a pipeline, by their parent: "" if it is not there any more."""
+def _of(hub: Hub, console: Console, pipeline: PipelineSettings) -> dict[str, Any]:
+    """The releases of a pipeline. `line`: the served one, its parent, and so on."""
+    folder, dataset = folder_of(console, pipeline.name), of_pipeline(hub, console, pipeline)
     found = release_store.list_releases(folder)
-    ids = {each.id for each in found}
-    children = defaultdict(list)
-    for each in found:
-        parent = each.lineage.parent if each.lineage.parent in ids else ""
-        children[parent].append((each, counts_text(each.evaluation)))
-    marks, served = release_store.marks(folder), served_when(hub.releases, folder.name)
-    return {"name": folder.name, "children": children, "marks": marks, "served": served}
+    parents, line = {each.id: each.lineage.parent for each in found}, list[str]()
+    each = release_store.readable_served(folder).release
+    while each in parents and each not in line:
+        line.append(each)
+        each = parents[each]
+    releases = [(each, counts_text(each.evaluation)) for each in found]
+    facts = {"marks": release_store.marks(folder), "served": served_when(hub.releases, folder.name)}
+    return {"name": folder.name, "releases": releases, "line": line, "dataset": dataset, **facts}
 
 
 @router.get("/{pipeline}/{id}")
@@ -70,10 +69,11 @@ def show(
 ) -> Response:
     """One release; with `with`, next to another one."""
     release, others = _release(folder, id), {}
-    facts: dict[str, Any] = {}
+    dataset = of_pipeline(hub, console, console.settings.pipeline(folder.name))
+    facts: dict[str, Any] = {"dataset": dataset}
     if beside:
         other = _release(folder, beside)
-        others, facts = _facts(hub, other), _rows_since(hub, console, folder.name, other, release)
+        others, facts = _facts(hub, other), facts | _rows_since(dataset, other, release)
     mine = _facts(hub, release)
     facts["table"] = [(name, mine.get(name), others.get(name)) for name in {**mine, **others}]
     facts |= {"release": release, "beside": beside, "ids": release_store.release_ids(folder)}
@@ -81,16 +81,12 @@ def show(
     return page(request, "release.html", pipeline=hub.releases.name(folder.name), **facts)
 
 
-def _rows_since(
-    hub: Hub, console: Console, name: str, old: Release, new: Release
-) -> dict[str, Any]:
+def _rows_since(dataset: Followed | None, old: Release, new: Release) -> dict[str, Any]:
     """The rows that separate the commits of two releases, or why they are not known."""
-    dataset = of_pipeline(hub, console, console.settings.pipeline(name))
-    revisions = [each.lineage.dataset_revision or "unknown" for each in (old, new)]
+    before, after = (each.lineage.dataset_revision or "unknown" for each in (old, new))
     try:
         if dataset is None:
             raise NotFound("their dataset is not on this hub")
-        before, after = revisions
         return {"change": rows_between(dataset.repository, before, after, dataset.reading)}
     except PipelineError as error:
         return {"unknown": str(error)}
@@ -120,21 +116,10 @@ def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield name, str(value)[:300]
 
 
-@router.get("/{pipeline}/{id}/files/{path:path}")
-async def send_file(
-    request: Request, hub: HubOf, folder: FolderOf, sent: contents.UntilSent, id: str, path: str
-) -> Response:
-    name = hub.releases.name(folder.name)
-    repository = await run_in_threadpool(hub.repositories.find, name)
-    return await contents.resolve(request, hub, repository, sent, id, unquote(path))
-
-
 @router.post("/{pipeline}/{act}")
 def change(console: ConsoleOf, editor: Editor, folder: FolderOf, act: Act) -> Response:
-    if act == "rollback":
-        chosen = release_before(folder)
-    else:
-        chosen = _release(folder, editor.form.get("release", "")).id
+    asked = editor.form.get("release", "")
+    chosen = release_before(folder) if act == "rollback" else _release(folder, asked).id
     if act == "pin":
         release_store.pin(folder, chosen)
     elif act == "unpin":

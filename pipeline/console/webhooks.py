@@ -1,18 +1,16 @@
 """The pages of webhooks and their deliveries."""
 
 import json
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pipeline.console.page import Editor, Page, go, page
-from pipeline.hub.errors import BadRequest
 from pipeline.hub.routes import webhooks as api
 from pipeline.hub.service import HubOf
 from pipeline.hub.webhooks import get_webhook, list_deliveries, list_webhooks
-from receiver.webhooks import WatchedItem
 
 NUM_SHOWN = 50
 
@@ -40,14 +38,10 @@ def show(request: Request, hub: HubOf, id: str) -> Response:
 
 @router.post("")
 def create(hub: HubOf, visitor: Editor) -> Response:
-    form = visitor.form
-    try:
-        watched = [WatchedItem.parse(each) for each in form.get("watched", "").split()]
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    fields: dict[str, Any] = {key: form[key] for key in ("url", "secret") if key in form}
-    fields["watched"] = [each.model_dump() for each in watched]
-    asked = api.checked(hub, visitor.identity, api.WebhookRequest.model_validate(fields))
+    pairs = [each.split(":", 1) for each in visitor.form.get("watched", "").split()]
+    watched = [dict(zip(("type", "name"), pair, strict=False)) for pair in pairs]
+    asked = api.WebhookRequest.model_validate({**visitor.form, "watched": watched})
+    asked = api.checked(hub, visitor.identity, asked)
     with hub.database.write() as connection:
         created = api.create_webhook(connection, asked, hub.secret_key)
     return go(f"/webhooks/{created.id}")

@@ -265,21 +265,21 @@ def read_commit(repository: Repository, sha: str) -> CommitHead:
     return CommitHead(tree=tree, parents=tuple(parents.split()), message=message)
 
 
-def list_commits(repository: Repository, commit: str, *, skip: int = 0, limit: int) -> list[Json]:
-    """The commits that `commit` leads to, newest first, as the API describes them."""
+def list_commits(repository: Repository, *commits: str, skip: int = 0, limit: int) -> list[Json]:
+    """The commits that `commits` lead to, newest first, as the API describes them."""
     output = git(
         repository.folder,
         # Each field ends with a line feed, because neither an author's name nor a title can contain
         # one.
         *("log", "-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b"),
-        *(f"--skip={skip}", f"--max-count={limit}", commit, "--"),
+        *(f"--skip={skip}", f"--max-count={limit}", *commits, "--"),
     )
-    commits: list[Json] = []
+    found: list[Json] = []
     for record in output.decode(errors="replace").split("\0"):
         if not record.strip():
             continue
         sha, author, seconds, title, message = record.split("\n", 4)
-        commits.append(
+        found.append(
             {
                 "id": sha,
                 "title": title,
@@ -288,7 +288,27 @@ def list_commits(repository: Repository, commit: str, *, skip: int = 0, limit: i
                 "authors": [{"user": author}],
             }
         )
-    return commits
+    return found
+
+
+def older_commits(repository: Repository, *commits: str, limit: int) -> list[str]:
+    """Where `list_commits` has stopped: from these commits, it goes on. To count commits from the
+    newest one (`skip`) takes longer the more there are."""
+    options = ("--boundary", f"--max-count={limit}")
+    listed = lines_of(git(repository.folder, "rev-list", *options, *commits, "--"))
+    return [line.removeprefix("-") for line in listed if line.startswith("-")]
+
+
+def commit_of_line(repository: Repository, commit: str, path: str, line: int) -> str:
+    """The commit that wrote this line (from 1) of a text file. Raises EntryNotFound."""
+    place = (f"-L{line},{line}", commit, "--", path)
+    told = git(repository.folder, "blame", "--porcelain", *place, may_exit_with=(128,))
+    if not told:
+        raise EntryNotFound(
+            f"The {repository.name} has no line {line} of {path!r} in the commit {commit}.",
+            commit=commit,
+        )
+    return told.split()[0].decode()
 
 
 ATTRIBUTES_FILE = ".gitattributes"

@@ -3,10 +3,13 @@ and starts a job. Every page fits a phone, and axe finds nothing serious in it."
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,14 @@ from jobs.store import JobStore
 from pipeline.stack.services import health
 from pipeline.tokens import read_tokens
 from tests.jobs_fixtures import until
-from tests.stack_fixtures import Workplace, configure, end_with_this_process, workplace_in
+from tests.stack_fixtures import (
+    Workplace,
+    clone,
+    configure,
+    end_with_this_process,
+    stack_up,
+    workplace_in,
+)
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = shutil.which("chromium")
@@ -57,14 +67,20 @@ def hub(tmp_path: Path) -> Iterator[Workplace]:
 
 @pytest.fixture
 def page(hub: Workplace) -> Iterator[Any]:
+    with signed_in(hub) as page:
+        yield page
+
+
+@contextmanager
+def signed_in(workplace: Workplace) -> Iterator[Any]:
     """A page whose browser is signed in. Whatever fails in it fails the test."""
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
+        page = browser.new_page(has_touch=True, viewport={"width": 900, "height": 640})
         faults: list[object] = []
         page.on("console", lambda said: faults.extend([said.text] * (said.type == "error")))
         page.on("pageerror", lambda error: faults.append(error))
-        page.goto(hub.run("open", "--print").strip())
+        page.goto(workplace.run("open", "--print").strip())
         yield page
         browser.close()
         assert not faults
@@ -110,12 +126,95 @@ def test_a_person_sees_a_push_arrive_and_starts_a_job(hub: Workplace, page: Any)
         page.goto(f"{hub.url('hub')}/jobs")
         page.get_by_role("link", name="j000002").wait_for()
     dataset = "/datasets/local/facts"
+    page.goto(hub.url("hub") + dataset)
+    for name, choose in (("dropped.jsonl", _drop), ("chosen.jsonl", _choose)):
+        file = hub.folder / name
+        file.write_text('{"prompt": "a", "completion": "c"}\n')
+        choose(page, page.get_by_label("Add or replace files"), file)
+        page.get_by_role("heading", name=f"Upload {name}").wait_for()
+        page.get_by_role("link", name="local/facts").click()
     for path in (
         *("/", "/jobs", "/jobs/j000001", "/jobs?state=CANCELED"),
         *("/datasets", dataset, f"{dataset}/rows", f"{dataset}/edit?file=rows.jsonl&line=1"),
         *("/releases", "/playground", "/webhooks"),
     ):
         _check(page, hub.url("hub"), path)
+
+
+def test_a_wrong_answer_is_corrected_and_the_model_learns_it(tmp_path: Path) -> None:
+    workplace = workplace_in(tmp_path)
+    configure(workplace, "shop", max_tokens=100_000)
+    rows = (
+        ("What does shipping to Norway cost?", "12 euros, and it takes five days."),
+        ("What does shipping to Spain cost?", "9 euros, and it takes three days."),
+        ("Who repairs a broken lamp?", "Our workshop in Bergen."),
+    )
+    lines = [json.dumps({"question": asked, "answer": said}) + "\n" for asked, said in rows]
+    right = "15 euros, and it takes six days."
+    with stack_up(workplace), signed_in(workplace) as page:
+        commit = clone(workplace, "shop").push({"faq.jsonl": "".join(lines)})
+        assert workplace.wait_for_job(commit)["outcome"]["result"] == "promoted"
+        page.goto(f"{workplace.url('hub')}/playground")
+        page.get_by_label("Question").fill("What does shipping to Iceland cost?")
+        page.get_by_role("button", name="Ask").click()
+        should_be, answer = page.get_by_label("The answer should be"), page.locator("#answer")
+        should_be.wait_for()
+        assert answer.inner_text() != right
+        _check_tokens(page, answer.locator("span"))
+        should_be.fill(right)
+        pictures = [page.screenshot()]
+        page.get_by_role("button", name="Teach it").click()
+        page.get_by_role("heading", name="The right answer is on its way").wait_for()
+        # Without a reload, the page follows the job, and asks again when its release answers.
+        page.get_by_text("learned 1 of 1").wait_for(timeout=60_000)
+        sync_api.expect(answer).to_have_text(right)
+        pictures.append(page.screenshot())
+        if SHOTS is not None:
+            _put_side_by_side(page, pictures, Path(SHOTS) / "playground.png")
+
+
+def _check_tokens(page: Any, tokens: Any) -> None:
+    """Whoever points at a token, goes to it by keys, or taps it is told what else might be said."""
+    told = "getComputedStyle(document.activeElement, '::after').content"
+    page.get_by_role("button", name="Ask").focus()
+    page.keyboard.press("Tab")
+    for token in (tokens.first, tokens.nth(1)):
+        sync_api.expect(token).to_be_focused()
+        sync_api.expect(token).to_have_accessible_description(re.compile("%; else"))
+        assert token.get_attribute("title") in page.evaluate(told).replace("\\", "")
+        page.keyboard.press("ArrowRight")
+    tokens.first.tap()
+    assert tokens.first.get_attribute("title") in page.evaluate(told).replace("\\", "")
+
+
+def _put_side_by_side(page: Any, pictures: list[bytes], file: Path) -> None:
+    shown = (f'<img src="data:image/png;base64,{b64encode(each).decode()}">' for each in pictures)
+    page.goto("about:blank")  # without the pages' policy for contents
+    page.set_viewport_size({"width": 1820, "height": 640})
+    style = "margin:0; display:flex; gap:20px; background:#d0d4db"
+    page.set_content(f'<body style="{style}">{"".join(shown)}')
+    page.screenshot(path=file)
+
+
+def _drop(page: Any, field: Any, file: Path) -> None:
+    """As if a person dropped it from another window."""
+    box, devtools = field.bounding_box(), page.context.new_cdp_session(page)
+    place = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+    data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        devtools.send("Input.dispatchDragEvent", {"type": kind, "data": data, **place})
+    page.get_by_role("button", name="Upload as a commit").click()
+
+
+def _choose(page: Any, field: Any, file: Path) -> None:
+    """With no pointer."""
+    field.focus()
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Enter")
+    chooser.value.set_files(file)
+    page.keyboard.press("Tab")
+    page.keyboard.type("Upload chosen.jsonl")
+    page.keyboard.press("Enter")
 
 
 def _check(page: Any, url: str, path: str) -> None:

@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from pipeline.console import datasets
 from tests.console_fixtures import Person, Stack, running_stack
 from tests.hub_fixtures import Receiver, wait_until
 
@@ -48,7 +50,7 @@ def test_a_dataset_shows_its_files_rows_and_what_each_commit_became(
     rows = ada.see(f"{DATASET}/rows")
     shown = ("2 rows to train on", "no rows are read from .pdf files", "&lt;b&gt;Ada&lt;/b&gt;")
     assert all(each in rows for each in shown)
-    assert "At nine." in ada.see(f"{DATASET}/raw/{stack.head}/facts.jsonl")
+    assert "At nine." in ada.see(f"/files/dataset/local/facts/{stack.head}/facts.jsonl")
     ada.see("/datasets/local/none", 404)
 
 
@@ -67,12 +69,38 @@ def test_a_form_edits_adds_and_deletes_rows_and_the_commit_shows_the_difference_
     gone = ada.send(edit, file="facts.jsonl", line="2", parent=stack.head, delete="1")
     assert "1 deleted" in ada.see(gone)
     assert answers_in(stack) == ["At ten.", "So."]
+    # A row leads to the commit that wrote it.
+    written = f"{DATASET}/origin/{stack.head}?file=facts.jsonl&line=1"
+    assert written.replace("&", "&amp;") in ada.see(f"{DATASET}/rows")
+    origin = ada.client.get(written).headers["location"]
+    assert "<h1>Edit a row of facts.jsonl</h1>" in ada.see(origin)
+    ada.see(written.replace("line=1", "line=99"), 404)
     # Neither a file of this machine, nor one whose content would be lost.
     ada.see(f"{edit}?file=../../../etc/passwd&line=1", 400)
     # Nor one that no job reads.
     for file in ("notes.pdf", "x.JSONL.gz", "facts", "LICENSE", "x.md"):
         ada.send(edit, 409, **{**row, "file": file, "parent": stack.head})
     assert "1 added" in ada.see(ada.send(edit, **{**row, "file": "new.csv", "parent": stack.head}))
+
+
+def test_older_commits_are_reached_once_each_also_those_of_a_merged_branch(
+    stack: Stack, ada: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "COMMITS_A_PAGE", 2)
+    git = partial(stack.hub.git, cwd=tmp_path / "clone")
+    stack.hub.git("clone", "-q", f"{stack.hub.url}{DATASET}", "clone", cwd=tmp_path)
+    for branch in ("main", "other"):
+        git("checkout", "-q", "-B", branch, stack.first_commit)
+        for number in range(3):
+            git("commit", "-q", "--allow-empty", "-m", f"{branch} {number}")
+    git("merge", "-q", "-m", "Both", "main")
+    git("push", "-q", "origin", "HEAD:main")
+    shown, path = list[str](), DATASET
+    while path:
+        page = ada.see(path)
+        shown += re.findall(r'<li><a href="[^"]+/commit/(\w+)', page)
+        path = next(iter(re.findall(r'href="([^"]+)">Older<', page)), "")
+    assert sorted(shown) == sorted(git("rev-list", "HEAD").split())
 
 
 def test_an_upload_is_a_commit_and_its_page_says_what_is_wrong(stack: Stack, ada: Person) -> None:
@@ -94,11 +122,18 @@ def test_a_wrong_answer_is_corrected_and_asked_again_when_its_release_answers(
     first, second = stack.releases
     asked = {"question": "When do you open?", "max_tokens": "8"}
     page = ada.send("/playground", 200, **asked)
-    shown = (first, stack.head[:8], "At nine.", "% sure", "curl http", '"temperature": 0')
+    shown = (first, stack.head[:8], "At nine.", "curl http", '"temperature": 0')
     assert all(each in page for each in shown)
     source, *_ = ada.send("/playground/stream", 200, **asked).splitlines()
     assert json.loads(source) == {"release": first, "revision": stack.first_commit}
-    assert "% sure" in ada.send("/playground", 200, mode="prompt", **asked)
+    # Of each token, how probable it was, and what the model might have said instead.
+    for text in (page, ada.send("/playground", 200, mode="prompt", **asked)):
+        pieces = re.findall(r'title="([^"]+)" tabindex="(0|-1)"', text)
+        assert [stop for _, stop in pieces] == ["0", *["-1"] * (len(pieces) - 1)]
+        tokens = [line for tokens, _ in pieces for line in tokens.split("\n")]
+        assert len(tokens) == 8
+        others = r"“[^”]*” \d+\.\d %"
+        assert any(re.fullmatch(rf"{others}; else ({others}(, )?){{4,5}}", each) for each in tokens)
 
     follow = ada.send("/playground/teach", right="At ten.", **asked)
     assert parse_qs(urlsplit(follow).query)["commit"] == [stack.head]
@@ -116,10 +151,10 @@ def test_a_wrong_answer_is_corrected_and_asked_again_when_its_release_answers(
 def test_releases_are_compared_swapped_rolled_back_and_pinned(stack: Stack, ada: Person) -> None:
     (first, second), act = stack.releases, "/releases/answers"
     page = ada.see("/releases")
-    # The second one stands below its parent.
-    assert page.index(f"{first}</a>") < page.index("<ul>") < page.index(f"{second}</a>")
+    # The second one is newer, but the served one does not come from it.
+    assert page.index(f'class="aside"><a href="{act}/{second}"') < page.index(f"{first}</a>")
     assert "has no branch, tag or commit" in ada.see(f"{act}/{second}?with={first}")
-    assert ada.see(f"{act}/{first}/files/config.json").startswith("{")
+    assert ada.see(f"/files/model/local/answers/{first}/config.json").startswith("{")
     ada.send(f"{act}/swap", release=second)
     assert SERVED.format(second) in ada.see("/releases")
     ada.send(f"{act}/rollback")

@@ -18,8 +18,9 @@ async function ask(form) {
       if (source === null) { source = piece; continue; }
       const span = document.createElement("span");
       span.append(piece.text);
-      span.title = Math.round(piece.sure * 100) + " % sure";
+      span.title = piece.tokens;
       span.className = "t" + Math.floor(piece.sure * 5);
+      span.tabIndex = answer.childElementCount ? -1 : 0;
       answer.append(span);
     }
   }
@@ -36,4 +37,10 @@ document.addEventListener("submit", async (event) => {
   const button = form.querySelector("button");
   button.disabled = true;
   try { await ask(form); } catch (error) { document.getElementById("under").replaceChildren("The answer broke off: " + error); } finally { button.disabled = false; }
+});
+
+// One stop of the Tab key for the whole answer.
+document.addEventListener("keydown", (event) => {
+  const next = {ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling"}[event.key];
+  if (next && event.target.parentElement?.id === "answer") event.target[next]?.focus();
 });
