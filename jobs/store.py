@@ -25,7 +25,7 @@ from jobs.queue import (
     give_way,
     is_claimable,
     is_waiting,
-    submit_all,
+    submit,
 )
 from jobs.schema import (
     DELIVERIES,
@@ -272,7 +272,8 @@ class JobStore:
     def submit_all(self, requests: Sequence[JobRequest]) -> Sequence[Job]:
         """Submit the requests in order, by the rules of `submit`, in one transaction."""
         with writing(self._engine) as connection:
-            return submit_all(connection, requests, self._now(connection))
+            now = self._now(connection)
+            return [submit(connection, request, now) for request in requests]
 
     # What a runner and an agent do
 
