@@ -1,9 +1,8 @@
 """Fetches a release from a hub: the embedded one or the Hugging Face Hub. A revision of a model
 repository there has exactly the files of one release.
 
-What the disk already has is not fetched again. A file that an earlier release has too becomes a
-hard link. Of a changed shard, only the tensors that no earlier release has are fetched, by HTTP
-range requests. Every file must have the sha256 of the manifest, wherever its bytes came from.
+What the disk already has is not fetched again: a file that an earlier release has too becomes a
+hard link. Every file must have the sha256 of the manifest, wherever its bytes came from.
 
 A server runs this module as a program, because a thread that receives and hashes gigabytes would
 slow down the thread that computes tokens.
@@ -11,7 +10,7 @@ slow down the thread that computes tokens.
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,24 +21,14 @@ import httpx
 
 from serving.errors import ReleaseError, first_line, is_temporary
 from serving.weights.publish import make_visible, unfinished_folder
-from serving.weights.release import (
-    RELEASE_FILE,
-    HeaderEntry,
-    Release,
-    digest_file,
-    parse,
-    read_header,
-)
+from serving.weights.release import RELEASE_FILE, Release, digest_file, parse
 from serving.weights.release_store import UNFINISHED, list_releases, release_lock, sweep_locked
 from serving.weights.verify import verify_layout, verify_release
 
 EXIT_LATER = 75
 """The exit code after an error that may be gone at the next try (EX_TEMPFAIL of sysexits.h)."""
-_MAX_GAP_BYTES = 256 * 1024
-"""Two ranges with at most so many unchanged bytes between them are fetched as one, because one more
-request takes longer than these bytes."""
 _TRIES = 5
-"""How many connections may break while one range is fetched. Each continues where the last ended.
+"""How many connections may break while one file is fetched. Each continues where the last ended.
 """
 _TIMEOUT = httpx.Timeout(30)
 
@@ -90,11 +79,15 @@ def fetch_release(pipeline_dir: Path, source: Source, revision: str) -> Release:
         if target.is_dir() and not verify_release(target):
             return release
         sweep_locked(pipeline_dir)
-        known = _Known(pipeline_dir, list_releases(pipeline_dir))
+        present = {
+            entry.sha256: pipeline_dir / each.id / name
+            for each in list_releases(pipeline_dir)
+            for name, entry in each.files.items()
+        }
         with unfinished_folder(pipeline_dir) as folder:
             (folder / RELEASE_FILE).write_bytes(answer.content)
             for name in release.files:
-                _bring(http, source.file_url(revision, name), folder / name, release, known)
+                _bring(http, source.file_url(revision, name), folder / name, release, present)
             if reasons := verify_layout(folder, release):
                 raise ReleaseError(*reasons)
             if target.is_dir():
@@ -104,113 +97,37 @@ def fetch_release(pipeline_dir: Path, source: Source, revision: str) -> Release:
     return release
 
 
-class _Known:
-    """Where the bytes are that these releases have. Of equal bytes, the last release counts."""
-
-    def __init__(self, pipeline_dir: Path, releases: Iterable[Release]) -> None:
-        self.files: dict[str, Path] = {}
-        """sha256 of a file → the file."""
-        self.tensors: dict[str, tuple[Path, str]] = {}
-        """Digest of a tensor → its shard, and its name there."""
-        self._headers: dict[Path, dict[str, HeaderEntry]] = {}
-        for release in releases:
-            folder = pipeline_dir / release.id
-            self.files |= {each.sha256: folder / name for name, each in release.files.items()}
-            self.tensors |= {
-                each.digest: (folder / each.file, name) for name, each in release.tensors.items()
-            }
-
-    def tensor(self, digest: str) -> bytes | None:
-        """The bytes of the tensor. If the disk is damaged, they may be wrong."""
-        shard, name = self.tensors.get(digest, (Path(), ""))
-        with suppress(ReleaseError, OSError, KeyError):
-            if shard not in self._headers:
-                self._headers[shard] = read_header(shard)
-            place = self._headers[shard][name]
-            with shard.open("rb") as file:
-                file.seek(place.begin)
-                return file.read(place.end - place.begin)
-        return None
-
-
-def _bring(http: httpx.Client, url: str, path: Path, release: Release, known: _Known) -> None:
-    """Make the file `path` in the cheapest way that gives the right bytes."""
+def _bring(
+    http: httpx.Client, url: str, path: Path, release: Release, present: Mapping[str, Path]
+) -> None:
+    """Make the file `path`. `present` are the files on this disk by their sha256; one may be
+    damaged."""
     entry = release.files[path.name]
     with suppress(OSError, KeyError):
-        os.link(known.files[entry.sha256], path)
+        os.link(present[entry.sha256], path)
     if path.exists():
         if digest_file(path) == entry:
             return
         path.unlink()  # never written to: it is also the file of the other release
-    tensors = {each.digest for each in release.tensors.values() if each.file == path.name}
-    if tensors & known.tensors.keys():
-        with suppress(ReleaseError):  # what is fetched as its header is not one
-            _patch(http, url, path, release, known)
-        if digest_file(path) == entry:
-            return
     with path.open("wb") as file:
-        _read(http, url, file, 0, entry.size)
+        _download(http, url, file)
     if (found := digest_file(path)) != entry:
         raise ReleaseError(
             f"{url}: sha256 is {found.sha256[:12]}…, but {entry.sha256[:12]}… in {RELEASE_FILE}"
         )
 
 
-def _patch(http: httpx.Client, url: str, path: Path, release: Release, known: _Known) -> None:
-    """Make the shard `path` of tensors on this disk, and fetch the others. If the hub sends no
-    ranges, or what it sends is wrong, the file is wrong after this."""
-    entry = release.files[path.name]
-    with path.open("w+b") as file:
-        if not _read(http, url, file, 0, 8):
-            return
-        file.seek(0)
-        end = 8 + int.from_bytes(file.read(8), "little")
-        if end > entry.size:
-            return
-        _read(http, url, file, 8, end)
-        file.truncate(entry.size)
-        file.flush()
-        missing = []
-        for name, place in read_header(path).items():
-            told = release.tensors.get(name)
-            content = None if told is None else known.tensor(told.digest)
-            if content is None or len(content) != place.end - place.begin:
-                missing.append((place.begin, place.end))
-            else:
-                file.seek(place.begin)
-                file.write(content)
-        for begin, end in _merged(missing):
-            _read(http, url, file, begin, end)
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The ranges in their order, with small gaps filled."""
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if merged and begin - merged[-1][1] <= _MAX_GAP_BYTES:
-            begin, _ = merged.pop()
-        merged.append((begin, end))
-    yield from merged
-
-
-def _read(http: httpx.Client, url: str, file: BinaryIO, begin: int, end: int) -> bool:
-    """Write the bytes from `begin` to `end` of the file at `url` into `file`, at the same places.
-    Returns whether the hub sends ranges. If it sends the whole file instead, all bytes up to `end`
-    are written. Raises httpx.HTTPError."""
-    is_range = True
+def _download(http: httpx.Client, url: str, file: BinaryIO) -> None:
+    """Write the content at `url` into the empty `file`. Raises httpx.HTTPError."""
     for _ in range(_TRIES):
-        if begin >= end:
-            return is_range
-        asked = {"Range": f"bytes={begin}-{end - 1}"}
-        with suppress(httpx.TransportError), http.stream("GET", url, headers=asked) as answer:
-            is_range = answer.raise_for_status().status_code == httpx.codes.PARTIAL_CONTENT
-            begin = begin if is_range else 0
-            file.seek(begin)
+        rest = {"Range": f"bytes={file.tell()}-"} if file.tell() else {}
+        with suppress(httpx.TransportError), http.stream("GET", url, headers=rest) as answer:
+            if answer.raise_for_status().status_code != httpx.codes.PARTIAL_CONTENT:
+                file.seek(0)
             for piece in answer.iter_raw():
-                begin += file.write(piece[: end - begin])
-                if begin >= end:
-                    return is_range
-    raise httpx.ReadError(f"{url}: the answer broke off {_TRIES} times, last at byte {begin}")
+                file.write(piece)
+            return
+    raise httpx.ReadError(f"{url}: the answer broke off {_TRIES} times, last at {file.tell()}")
 
 
 def main() -> None:
