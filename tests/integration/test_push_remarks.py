@@ -164,7 +164,9 @@ def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> Non
 def test_a_pull_request_is_told_too(hub: RunningHub, clone: Path) -> None:
     body = (
         b'{"key": "header", "value": {"summary": "x"}}\n'
-        + json.dumps({"key": "file", "value": {"path": "pr.jsonl", "content": "{no json"}}).encode()
+        + json.dumps(
+            {"key": "file", "value": {"path": "pr.jsonl", "content": "e25vIGpzb24="}}
+        ).encode()
     )
     url = "/api/datasets/local/facts/commit/main?create_pr=1"
     told = hub.request("POST", url, content=body).headers["X-HF-Warning"]
