@@ -178,8 +178,9 @@ def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> 
     repository = dataset.repository
     commit = contents.resolve_revision(repository, sha)
     [about] = contents.list_commits(repository, commit, limit=1)
-    parent = next(iter(contents.read_commit(repository, commit).parents), None)
-    change = rows_between(repository, parent, commit, dataset.reading)
+    [parent] = contents.look_up(repository, [f"{commit}^"])
+    before = None if parent is None else parent[0]
+    change = rows_between(repository, before, commit, dataset.reading)
     jobs = hub.jobs_store.of_commit(commit)
     facts: dict[str, Any] = {"commit": about, "change": change, "jobs": jobs}
     return page(request, "commit.html", dataset=dataset, **facts)

@@ -25,8 +25,8 @@ from pipeline.hub.contents import (
     ATTRIBUTES_FILE,
     NEW_REPOSITORY,
     Entry,
+    have_equal_files,
     large_file_paths,
-    read_commit,
     read_path,
     read_tree,
     tracking_line,
@@ -264,7 +264,7 @@ def make_commit(
             f"{ref} is at {head or 'no commit yet'}, and the commit was made for {parent}."
         )
     commit = build_commit(repository, head, wanted, author)
-    if head and read_commit(repository, commit).tree == read_commit(repository, head).tree:
+    if head and have_equal_files(repository, commit, head):
         return head
     git(repository.folder, "update-ref", ref, commit, head or NO_REF)
     return commit
