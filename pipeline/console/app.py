@@ -14,17 +14,14 @@ from starlette.responses import Response, StreamingResponse
 from jobs.folder import LOG, METRICS
 from pipeline.console import datasets, jobs, loop, playground, releases, webhooks
 from pipeline.console.page import HEADERS, Console, ConsoleOf, Page, Viewer, entrance, viewer
-from pipeline.console.shared import LOOK_SECONDS
 from pipeline.hub.database import deliveries, events
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_webhooks
 from serving.weights.release_store import readable_served, release_ids
 
+_PAUSE_SECONDS = 1.0
 NUM_WATCHED = 50
 """Only the newest jobs are looked at: an older one has almost always ended."""
-PAGES_A_SECOND = 2
-"""About how many pages are told of changes per second: each then asks for itself again. If more
-pages are open, each is told more rarely."""
 
 
 def create_router(console: Console) -> APIRouter:
@@ -51,15 +48,11 @@ async def stream(
 
     async def told() -> AsyncIterator[str]:
         last = request.headers.get("last-event-id", seen)
-        console.streams.add(request)
-        try:
-            while not request.scope["is_stopping"]():
-                if last != (digest := await console.digest.get(partial(_digest, hub, console))):
-                    yield f"id: {digest}\nevent: change\ndata: \n\n"
-                last = digest
-                await asyncio.sleep(max(LOOK_SECONDS, len(console.streams) / PAGES_A_SECOND))
-        finally:
-            console.streams.discard(request)
+        while not request.scope["is_stopping"]():
+            if last != (digest := await console.digest.get(partial(_digest, hub, console))):
+                yield f"id: {digest}\nevent: change\ndata: \n\n"
+            last = digest
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     return StreamingResponse(told(), media_type="text/event-stream", headers=HEADERS)
 

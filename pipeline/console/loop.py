@@ -3,7 +3,6 @@ wrong."""
 
 import time
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipeline.console.jobs import metrics_of, stages_of
-from pipeline.console.page import Console, ConsoleOf, Page, page
+from pipeline.console.page import ConsoleOf, Page, page
 from pipeline.doctor.checks import CHECKS, check_releases, faults
 from pipeline.doctor.facts import Facts, advice_after_refusal, counts_text
 from pipeline.hub.contents import list_commits, resolve_revision
@@ -30,20 +29,16 @@ router = APIRouter(route_class=Page)
 
 
 @router.get("/")
-async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
-    # What was made before the last look may lack the change of which this look has told the page.
-    looked_at = console.digest.made_at
-    facts = await console.loops.get(partial(_facts, hub, console), since=looked_at)
-    return page(request, "loop.html", now=time.time(), **facts)
-
-
-def _facts(hub: Hub, console: Console) -> dict[str, Any]:
+def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
     facts = Facts(console.home, console.settings)
-    return {
-        "wrong": faults(facts, QUICK_CHECKS),
-        "hub_url": console.settings.hub_url,
-        "loops": [_loop(hub, facts, each) for each in console.settings.pipelines],
-    }
+    return page(
+        request,
+        "loop.html",
+        now=time.time(),
+        wrong=faults(facts, QUICK_CHECKS),
+        hub_url=console.settings.hub_url,
+        loops=[_loop(hub, facts, each) for each in console.settings.pipelines],
+    )
 
 
 def _loop(hub: Hub, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:

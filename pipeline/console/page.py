@@ -5,13 +5,13 @@ request asks the hub again whether the token is valid, so a revoked token ends i
 has a second secret, made from the cookie, which a page of another site cannot know.
 """
 
+import asyncio
 import hashlib
 import hmac
 import time
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from mimetypes import guess_type
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +28,6 @@ from starlette.responses import RedirectResponse, Response
 from starlette.templating import Jinja2Templates
 
 from jobs.errors import JobError
-from pipeline.console.shared import Shared
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body, reasons
@@ -40,6 +39,7 @@ from serving.errors import ServingError
 
 SESSION_SECONDS = 12 * 3600
 LINK_SECONDS = 60
+LOOK_SECONDS = 1.0
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -54,16 +54,32 @@ ASSETS = {file.name: file.read_bytes() for file in sorted((_HERE / "assets").ite
 _ASSETS_DIGEST = hashlib.sha256(b"".join(ASSETS.values())).hexdigest()[:12]
 
 
+@dataclass
+class Digest:
+    """Made once for all open pages."""
+
+    value: str = ""
+    """Empty if nobody has looked yet."""
+    made_at: float = -LOOK_SECONDS
+    """When the making of the value began, on the monotonic clock."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def get(self, make: Callable[[], str]) -> str:
+        """The value that `make` returns, which is at most LOOK_SECONDS old."""
+        async with self.lock:
+            now = time.monotonic()
+            if now - self.made_at >= LOOK_SECONDS:
+                self.value = await run_in_threadpool(make)
+                self.made_at = now
+            return self.value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Console:
     home: Home
     settings: Settings
-    digest: Shared[str] = field(default_factory=partial(Shared, ""))
-    """Of all that pages show; it changes with it. Empty if nobody has looked yet."""
-    streams: set[Request] = field(default_factory=set)
-    """The requests of `/events` that are open."""
-    loops: Shared[dict[str, Any]] = field(default_factory=partial(Shared, {}))
-    """What the page `/` shows, because it takes long to find out."""
+    digest: Digest = field(default_factory=Digest)
+    """Of all that pages show; it changes with it."""
     used_links: set[bytes] = field(default_factory=set)
     """What the one-time links say that were used since the start of the hub."""
 
