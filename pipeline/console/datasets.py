@@ -123,10 +123,9 @@ def show(request: Request, hub: HubOf, dataset: FollowedOf, p: PageNumber = 0) -
         facts["files"] = [each for each in files.values() if each.type == "file"]
         if (readme := files.get(contents.README)) is not None:
             facts["readme"] = _rendered(repository, readme)
-        limit = COMMITS_A_PAGE
-        listed = contents.list_commits(repository, head, skip=p * limit, limit=limit + 1)
-        of_commit = hub.jobs_store.of_commit
-        facts["commits"] = [(each, of_commit(str(each["id"]))) for each in listed]
+        skip, limit = p * COMMITS_A_PAGE, COMMITS_A_PAGE + 1
+        listed = contents.list_commits(repository, head, skip=skip, limit=limit)
+        facts["commits"] = [(each, hub.jobs_store.of_commit(str(each["id"]))) for each in listed]
     return page(request, "dataset.html", dataset=dataset, hub_url=hub.settings.url, **facts)
 
 
@@ -160,14 +159,16 @@ def show_rows(
     report = report_on(found.dataset, rows, held_out, bad=found.bad, elsewhere=found.unread)
     every = list(chain.from_iterable(found.dataset.by_file.values()))
     shown = every[p * ROWS_A_PAGE :][:ROWS_A_PAGE]
-    facts: dict[str, Any] = {
-        "p": p,
-        "a_page": ROWS_A_PAGE,
-        "rows": shown,
-        "num_rows": len(every),
-        "report": [*report],
-    }
-    return page(request, "rows.html", dataset=dataset, **facts)
+    return page(
+        request,
+        "rows.html",
+        dataset=dataset,
+        p=p,
+        a_page=ROWS_A_PAGE,
+        rows=shown,
+        num_rows=len(every),
+        report=[*report],
+    )
 
 
 @router.get("/{owner}/{name}/commit/{sha}")
@@ -180,8 +181,7 @@ def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> 
     before = None if parent is None else parent[0]
     change = rows_between(repository, before, commit, dataset.reading)
     jobs = hub.jobs_store.of_commit(commit)
-    facts: dict[str, Any] = {"commit": about, "change": change, "jobs": jobs}
-    return page(request, "commit.html", dataset=dataset, **facts)
+    return page(request, "commit.html", dataset=dataset, commit=about, change=change, jobs=jobs)
 
 
 @router.get("/{owner}/{name}/edit")
