@@ -7,8 +7,7 @@ the order in which deliveries arrive does not matter.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, select, true, update
 
 from jobs.database import reading, writing
-from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
+from jobs.errors import HeadAway, NoHead, PendingJob
 from jobs.job import (
-    TRANSITIONS,
-    Delivery,
+    OPEN_STATES,
     FindHead,
     Head,
     Job,
@@ -33,7 +31,6 @@ from jobs.schema import (
     JOBS,
     end_job,
     fetch_job,
-    is_job_id,
     is_paused,
     is_pending,
     job_from_row,
@@ -50,53 +47,38 @@ from jobs.spec import LOCAL, JobSpec
 HEAD_RETRY_SECONDS = 5.0
 """If the head of a job's ref cannot be read, it is read again after this time."""
 
-KEPT_SECONDS = 7 * 86400.0
-"""`forget_jobs` keeps the jobs that it is told to keep for this long, also if it is then called on
-another machine, which may not know of the releases that need them."""
-
 BATCH = 100
 """One transaction deletes at most this many jobs, with all their deliveries."""
-_ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
-def submit_all(connection: Connection, requests: Sequence[JobRequest], now: float) -> list[Job]:
-    """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob if a
-    request is by hand, and the pipeline already has a pending job that was submitted by hand."""
-    batch = _Batch(connection, now)
-    known = _known_deliveries(connection, [each.delivery for each in requests if each.delivery])
-    answers = dict(known)
-    new: dict[Delivery, dict[str, Any]] = {}
-    jobs = []
-    for request in requests:
-        delivery = request.delivery
-        if delivery is None:
-            jobs.append(batch.submit(request))
-            continue
-        job = batch.job(answers[delivery]) if delivery in answers else None
-        if job is not None and not _failed_or_cancelled(job):
-            jobs.append(job)
-            continue
-        jobs.append(batch.submit(request))
-        answers[delivery] = number_of(jobs[-1].id)
-        if delivery not in known:
-            revisions = request.spec.revisions
-            new[delivery] = {
-                "source": delivery.source,
-                "id": delivery.id,
-                "announced": None if revisions is None else revisions.new_sha,
-                "received_at": now,
-                "job_number": answers[delivery],
-            }
-    batch.write()
-    if new:
-        arrived = connection.scalar(select(func.max(DELIVERIES.c.arrival))) or 0
-        rows = [{**row, "arrival": at} for at, row in enumerate(new.values(), start=arrived + 1)]
-        connection.execute(insert(DELIVERIES), rows)
-    # The recorded job failed or was cancelled.
-    for delivery in [each for each in known if answers[each] != known[each]]:
-        answer = update(DELIVERIES).where(*matches_delivery(delivery.source, delivery.id))
-        connection.execute(answer.values(job_number=answers[delivery]))
-    return jobs
+def submit(connection: Connection, request: JobRequest, now: float) -> Job:
+    """See `JobStore.submit`. Raises PendingJob if the request is by hand, and the pipeline already
+    has a pending job that was submitted by hand."""
+    if (delivery := request.delivery) is None:
+        return _pending_or_new(connection, request, now)
+    is_same = matches_delivery(delivery.source, delivery.id)
+    answer = connection.scalar(select(DELIVERIES.c.job_number).where(*is_same))
+    if answer is not None:
+        row = connection.execute(select(JOBS).where(JOBS.c.number == answer)).one()
+        if not _failed_or_cancelled(job := job_from_row(row)):
+            return job
+    job = _pending_or_new(connection, request, now)
+    if answer is not None:
+        moved = update(DELIVERIES).where(*is_same).values(job_number=number_of(job.id))
+        connection.execute(moved)
+        return job
+    revisions = request.spec.revisions
+    connection.execute(
+        insert(DELIVERIES).values(
+            source=delivery.source,
+            id=delivery.id,
+            arrival=select(func.coalesce(func.max(DELIVERIES.c.arrival), 0) + 1).scalar_subquery(),
+            announced=None if revisions is None else revisions.new_sha,
+            received_at=now,
+            job_number=number_of(job.id),
+        )
+    )
+    return job
 
 
 def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
@@ -105,110 +87,52 @@ def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
     return min(first_seen + spec.max_wait_seconds, now + spec.debounce_seconds)
 
 
-def _known_deliveries(
-    connection: Connection, deliveries: Sequence[Delivery]
-) -> Mapping[Delivery, int]:
-    """The deliveries that the store has already recorded: delivery → number of its job."""
-    ids: defaultdict[str, list[str]] = defaultdict(list)
-    for delivery in deliveries:
-        ids[delivery.source].append(delivery.id)
-    known = {}
-    # Use one query per source. With a list of (source, id) pairs, SQLite would not use the index
-    # and would compare every row.
-    for source in ids:
-        query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
-        is_asked = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
-        for row in connection.execute(query.where(*is_asked)):
-            known[Delivery(source=source, id=row.id)] = row.job_number
-    return known
+def _pending_or_new(connection: Connection, request: JobRequest, now: float) -> Job:
+    """The pipeline's pending push job, with the command and the settings of the request; or a new
+    job."""
+    spec, pipeline = request.spec, request.spec.pipeline
+    if pipeline is None:
+        return _insert(connection, request, now)
+    query = select(JOBS).where(is_pending(pipeline, by_hand=request.by_hand))
+    row = connection.execute(query).one_or_none()
+    if request.by_hand:
+        if row is not None:
+            raise PendingJob(job_id_of(row.number), pipeline)
+        return _insert(connection, request, now)
+    spec = with_revisions(spec, old_sha=None, new_sha=None, delivery_ids=())
+    if row is None:
+        return _insert(connection, replace(request, spec=spec), now)
+    if spec.revisions is None:
+        spec = spec.model_copy(update={"revisions": job_from_row(row).spec.revisions})
+    changed = update(JOBS).where(JOBS.c.number == row.number)
+    values = {**_columns_of(spec, request), "run_after": due_at(spec, row.created_at, now)}
+    return job_from_row(connection.execute(changed.values(values).returning(*JOBS.c)).one())
 
 
-class _Batch:
-    """The submissions of one transaction. New jobs are inserted at once. A changed pending job is
-    written only once, by `write`, because one transaction may have many deliveries for it."""
+def _insert(connection: Connection, request: JobRequest, now: float) -> Job:
+    spec = request.spec
+    new = insert(JOBS).values(
+        **_columns_of(spec, request),
+        pipeline=spec.pipeline,
+        head=None if spec.revisions is None else spec.revisions.new_sha,
+        state="SCHEDULING",
+        created_at=now,
+        run_after=due_at(spec, now, now),
+        attempt=0,
+        num_lost=0,
+        cancel_requested=False,
+        by_hand=request.by_hand,
+    )
+    return job_from_row(connection.execute(new.returning(*JOBS.c)).one())
 
-    def __init__(self, connection: Connection, now: float) -> None:
-        self._connection = connection
-        self._now = now
-        self._pending: dict[str, Job | None] = {}
-        """Pipeline → its pending push job, with the changes that are not written yet."""
-        self._changed: set[str] = set()
 
-    def submit(self, request: JobRequest) -> Job:
-        spec = request.spec
-        pipeline = spec.pipeline
-        if pipeline is None or request.by_hand:
-            if pipeline is not None:
-                query = select(JOBS.c.number).where(is_pending(pipeline, by_hand=True))
-                if (number := self._connection.scalar(query)) is not None:
-                    raise PendingJob(job_id_of(number), pipeline)
-            return self._insert(request)
-        spec = with_revisions(spec, old_sha=None, new_sha=None, delivery_ids=())
-        pending = self._pending_job(pipeline)
-        if pending is None:
-            job = self._pending[pipeline] = self._insert(replace(request, spec=spec))
-            return job
-        if spec.revisions is None:
-            spec = spec.model_copy(update={"revisions": pending.spec.revisions})
-        run_after = due_at(spec, pending.created_at, self._now)
-        job = replace(pending, spec=spec, payload=request.payload, run_after=run_after)
-        self._pending[pipeline] = job
-        self._changed.add(pipeline)
-        return job
-
-    def job(self, number: int) -> Job:
-        """The job, with the changes that this batch has made so far."""
-        for job in self._pending.values():
-            if job is not None and number_of(job.id) == number:
-                return job
-        row = self._connection.execute(select(JOBS).where(JOBS.c.number == number)).one_or_none()
-        if row is None:
-            raise JobNotFound(job_id_of(number))
-        return job_from_row(row)
-
-    def write(self) -> None:
-        for pipeline in self._changed:
-            job = self._pending[pipeline]
-            assert job is not None
-            self._connection.execute(
-                update(JOBS)
-                .where(JOBS.c.number == number_of(job.id))
-                .values(
-                    spec=spec_as_json(job.spec),
-                    is_local=job.spec.launcher == LOCAL,
-                    run_after=job.run_after,
-                    payload=_as_json(job.payload),
-                )
-            )
-
-    def _pending_job(self, pipeline: str) -> Job | None:
-        if pipeline not in self._pending:
-            query = select(JOBS).where(is_pending(pipeline, by_hand=False))
-            row = self._connection.execute(query).one_or_none()
-            self._pending[pipeline] = None if row is None else job_from_row(row)
-        return self._pending[pipeline]
-
-    def _insert(self, request: JobRequest) -> Job:
-        spec = request.spec
-        row = self._connection.execute(
-            insert(JOBS)
-            .values(
-                pipeline=spec.pipeline,
-                head=None if spec.revisions is None else spec.revisions.new_sha,
-                state="SCHEDULING",
-                spec=spec_as_json(spec),
-                payload=_as_json(request.payload),
-                created_at=self._now,
-                run_after=due_at(spec, self._now, self._now),
-                attempt=0,
-                num_lost=0,
-                cancel_requested=False,
-                by_hand=request.by_hand,
-                is_local=spec.launcher == LOCAL,
-            )
-            .returning(*JOBS.c)
-        ).one()
-        return job_from_row(row)
+def _columns_of(spec: JobSpec, request: JobRequest) -> dict[str, Any]:
+    """What each submission to a pending job sets anew."""
+    return {
+        "spec": spec_as_json(spec),
+        "is_local": spec.launcher == LOCAL,
+        "payload": None if request.payload is None else json.dumps(request.payload),
+    }
 
 
 def _failed_or_cancelled(job: Job) -> bool:
@@ -216,10 +140,6 @@ def _failed_or_cancelled(job: Job) -> bool:
     repeats a delivery of such a job, the pipeline is behind again. A job that completed before it
     could be cancelled does not count as cancelled, because it has done its work."""
     return job.state in ("ERROR", "CANCELED") or (job.cancel_requested and not job.has_ended)
-
-
-def _as_json(payload: dict[str, Any] | None) -> str | None:
-    return None if payload is None else json.dumps(payload)
 
 
 # Claims
@@ -345,7 +265,7 @@ def _take(
     if late:
         # The head may be older than these deliveries, so they get a new pending job.
         request = JobRequest(spec=found.spec, payload=found.payload)
-        later = number_of(_Batch(connection, now).submit(request).id)
+        later = number_of(_pending_or_new(connection, request, now).id)
         are_late = DELIVERIES.c.job_number == number_of(job.id), DELIVERIES.c.id.in_(late)
         connection.execute(update(DELIVERIES).where(*are_late).values(job_number=later))
         claimed = fetch_job(connection, number_of(job.id))
@@ -450,49 +370,33 @@ def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
 
 
 def forget_jobs(
-    engine: Engine, clock: Clock, before: float, *, newest: int, kept: Collection[str]
+    engine: Engine, before: float, *, newest: int, kept: Collection[str]
 ) -> Sequence[str]:
     """See `JobStore.forget`. Searches without the store's write lock, and deletes in small
     transactions, so that submissions never wait long for the lock."""
-    with writing(engine) as connection:
-        # A manifest of somebody's own trainer may name anything.
-        numbers = [number_of(each) for each in kept if is_job_id(each)]
-        is_kept = JOBS.c.number.in_(numbers), JOBS.c.ended_at < before
-        until = clock(connection) + KEPT_SECONDS
-        connection.execute(update(JOBS).where(*is_kept).values(lease_until=until))
-    with reading(engine) as connection:
-        deleted = list(_old_jobs(connection, before, newest, clock(connection)))
-    for start in range(0, len(deleted), BATCH):
-        numbers = deleted[start : start + BATCH]
-        with writing(engine) as connection:
-            connection.execute(delete(DELIVERIES).where(DELIVERIES.c.job_number.in_(numbers)))
-            connection.execute(delete(JOBS).where(JOBS.c.number.in_(numbers)))
-    return [job_id_of(number) for number in deleted]
-
-
-def _old_jobs(connection: Connection, before: float, newest: int, now: float) -> Iterator[int]:
-    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out those
-    that are kept, the last `newest` jobs of each pipeline, and the last `newest` plain commands."""
-    # The condition on `ended_at` alone would select the right jobs, but there is no index on
-    # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
-    # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
-    # is smaller than `before`, `run_after` normally is smaller too, and the query finds the job.
-    # There is one exception: a job that ended while it waited for its first or its next attempt may
-    # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
-    old = select(JOBS.c.number, JOBS.c.pipeline).where(
-        JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
+    of_pipeline = JOBS.alias("of_pipeline")
+    oldest_kept = (
+        select(of_pipeline.c.number)
+        .where(of_pipeline.c.pipeline.is_not_distinct_from(JOBS.c.pipeline))
+        .order_by(of_pipeline.c.number.desc())
+        .offset(newest - 1)
+        .limit(1)
+        .scalar_subquery()
     )
-    old = old.where(JOBS.c.lease_until.is_(None) | (JOBS.c.lease_until <= now))
-    oldest_kept: dict[str | None, int] = {}
-    for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
-        if pipeline not in oldest_kept:
-            kept = (
-                select(JOBS.c.number)
-                .where(JOBS.c.pipeline.is_not_distinct_from(pipeline))
-                .order_by(JOBS.c.number.desc())
-                .offset(newest - 1)
-                .limit(1)
-            )
-            oldest_kept[pipeline] = connection.scalar(kept) or 0
-        if number < oldest_kept[pipeline]:
-            yield number
+    # There is no index on `ended_at`. A job ends after its `run_after`, or a little before, if it
+    # is cancelled while it waits: it is then deleted a little later.
+    old = select(JOBS.c.number).where(
+        JOBS.c.state.not_in(OPEN_STATES),
+        JOBS.c.run_after < before,
+        JOBS.c.ended_at < before,
+        JOBS.c.number < oldest_kept,
+    )
+    with reading(engine) as connection:
+        numbers = list(connection.scalars(old.order_by(JOBS.c.number)))
+    deleted = [number for number in numbers if job_id_of(number) not in kept]
+    for start in range(0, len(deleted), BATCH):
+        batch = deleted[start : start + BATCH]
+        with writing(engine) as connection:
+            connection.execute(delete(DELIVERIES).where(DELIVERIES.c.job_number.in_(batch)))
+            connection.execute(delete(JOBS).where(JOBS.c.number.in_(batch)))
+    return [job_id_of(number) for number in deleted]

@@ -390,7 +390,10 @@ def load_settings() -> Settings:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PipelineError(f"{file} is not TOML: {error}") from None
     except SettingsError as error:
-        raise PipelineError(_not_json_text(error)) from None
+        raise PipelineError(
+            f"{error}: in a variable PIPELINE_…, write a list or a table as JSON; to set one key "
+            "of a table, write for example PIPELINE_HUB__PORT=9000"
+        ) from None
     except ValidationError as error:
         lines: dict[str, list[str]] = {}
         for problem in error.errors():
@@ -401,20 +404,6 @@ def load_settings() -> Settings:
         raise PipelineError(
             "; ".join(f"{source}: {'; '.join(faults)}" for source, faults in lines.items())
         ) from None
-
-
-def _not_json_text(error: SettingsError) -> str:
-    """The message about an environment variable that sets a list or a table, but is not JSON."""
-    value = getattr(error.__cause__, "doc", None)
-    names = [
-        name
-        for name, text in os.environ.items()
-        if text == value and name.upper().startswith("PIPELINE_")
-    ]
-    return (
-        f"{', '.join(sorted(names)) or 'an environment variable PIPELINE_…'}: write a list or a "
-        "table as JSON; to set one key of a table, write for example PIPELINE_HUB__PORT=9000"
-    )
 
 
 def _environment_variable(location: tuple[int | str, ...]) -> str | None:

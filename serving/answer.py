@@ -236,7 +236,7 @@ class Answers:
         takes longer than `request_seconds`; and EngineError. But an error after the headers of a
         stream were sent becomes an error event.
         """
-        return _Answer(functools.partial(self._send, request, asked, make_plan))
+        return WhileConnected(functools.partial(self._send, request, asked, make_plan))
 
     async def _send(
         self, request: Request, asked: SamplingRequest, make_plan: MakePlan, send: Send
@@ -349,7 +349,7 @@ class _EventStream:
         await self._send({"type": "http.response.body", **body})
 
 
-class _Answer(Response):
+class WhileConnected(Response):
     """A response that `work` sends. If the client disconnects, `work` is cancelled."""
 
     def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:

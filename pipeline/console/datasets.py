@@ -13,7 +13,6 @@ from fastapi import APIRouter, Depends, Query
 from markdown_it import MarkdownIt
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,8 +22,7 @@ from pipeline.doctor.data_check import divided
 from pipeline.doctor.revision import opened, read_rows, rows_between
 from pipeline.formats import HEAD
 from pipeline.hub import contents
-from pipeline.hub.errors import BadRequest, PreconditionFailed, RepositoryNotFound
-from pipeline.hub.http_json import pieces
+from pipeline.hub.errors import BadRequest, PreconditionFailed, RepositoryNotFound, TooLarge
 from pipeline.hub.repositories import Repository, known_heads, read_refs
 from pipeline.hub.routes import contents as api
 from pipeline.hub.routes.commits import Files, commit_contents
@@ -165,8 +163,9 @@ def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> 
     repository = dataset.repository
     commit = contents.resolve_revision(repository, sha)
     [about] = contents.list_commits(repository, commit, limit=1)
-    parent = next(iter(contents.read_commit(repository, commit).parents), None)
-    change = rows_between(repository, parent, commit, dataset.reading)
+    [parent] = contents.look_up(repository, [f"{commit}^"])
+    before = None if parent is None else parent[0]
+    change = rows_between(repository, before, commit, dataset.reading)
     jobs = hub.jobs_store.of_commit(commit)
     return page(request, "commit.html", dataset=dataset, commit=about, change=change, jobs=jobs)
 
@@ -219,12 +218,9 @@ def _edited(editor: Visitor, dataset: Followed) -> tuple[str, bytes, str]:
 async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: FollowedOf) -> Response:
     check_site(request.scope)
     visitor.identity.require_write("an upload")
-    stream = pieces(request, max_bytes=hub.settings.max_push_bytes)
-    try:
-        form = await MultiPartParser(request.headers, stream).parse()
-    except (MultiPartException, KeyError) as error:  # KeyError: without a content type
-        raise BadRequest(f"The form cannot be read: {error}") from None
-    try:
+    if int(request.headers.get("content-length", 0)) > (limit := hub.settings.max_push_bytes):
+        raise TooLarge(f"An upload may have {limit} bytes at most: raise [hub] max_push_bytes.")
+    async with request.form() as form:
         texts = {name: text for name, text in form.multi_items() if isinstance(text, str)}
         editor = await pages.editor(visitor, texts)
         sent = [each for each in form.getlist("files") if isinstance(each, UploadFile)]
@@ -234,8 +230,6 @@ async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: Followe
         summary = texts.get("message") or f"Upload {', '.join(files)}"[:200]
         sha = await commit(hub, editor, dataset, texts.get("parent"), summary, files)
         return go(dataset.url(f"/commit/{sha}"))
-    finally:
-        await form.close()
 
 
 async def commit(

@@ -4,21 +4,20 @@ remarks, so the person sees a mistake without looking into the job's log."""
 
 import json
 import logging
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from pathlib import Path
 
 from pipeline.doctor.data_check import tokenizer_folder
+from pipeline.doctor.revision import MAX_BYTES, is_text, opened
 from pipeline.errors import PipelineError
-from pipeline.formats import MAX_HEAD_CHARACTERS, Pointer, may_be_pointer
-from pipeline.hub.contents import changed_files, find_paths, read_blobs, read_file, read_tree
+from pipeline.formats import MAX_HEAD_CHARACTERS, may_be_pointer
+from pipeline.hub.contents import changed_files, find_paths, read_file, read_tree
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.repositories import RefChange, Repository
 from pipeline.paths import Home
 from pipeline.retrain.base_model import CHAT_TEMPLATE, PRESETS
 from pipeline.retrain.data import grouped
-from pipeline.retrain.dataset import CARD, is_needed, read_dataset, sort_files, why_no_data
+from pipeline.retrain.dataset import CARD, is_needed, sort_files, why_no_data
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import render
@@ -28,16 +27,6 @@ from serving.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 4 * 1024 * 1024
-"""The largest total size of the files that are checked: the README, the changed files with
-CHECKED_SUFFIXES, and the changed files that may be pointers to large files. If they have more
-bytes, no rows are checked, and missing large files are not reported. The limit is needed because
-the client waits for the hub's answer during the check. The hub reads each file once, however many
-pipelines there are. But it parses the rows again for each pipeline."""
-CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-"""Only rows of files with these suffixes are checked. The hub does not open compressed files, such
-as `.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that
-it fills the hub's memory."""
 MAX_RENDERED = 200
 """The chat template is tried with this many conversations."""
 MAX_NAMED = 5
@@ -185,10 +174,6 @@ def _template(pipeline: PipelineSettings, home: Home) -> ChatTemplate | None:
     return load_chat_template(folder, json.loads((folder / "tokenizer_config.json").read_bytes()))
 
 
-def _has_checked_rows(path: str) -> bool:
-    return path.lower().endswith(CHECKED_SUFFIXES)
-
-
 def _unreadable_rows(
     repository: Repository,
     change: RefChange,
@@ -199,54 +184,34 @@ def _unreadable_rows(
     one of the pipelines could not read, or could not show to its model. If the files have more than
     MAX_BYTES in total, the only remark is that nothing was checked."""
     assert change.new_sha is not None
-    files = changed_files(repository, change.old_sha, change.new_sha)
-    wanted = [
-        file
-        for file in files
-        if not file.is_link
-        and (
-            _has_checked_rows(file.path)
-            or (is_needed(file.path) and may_be_pointer(file.size_bytes))
-        )
-    ]
-    read = (*wanted, *find_paths(repository, change.new_sha, [CARD]))
-    if sum(file.size_bytes for file in read) > MAX_BYTES:
+    changed = changed_files(repository, change.old_sha, change.new_sha)
+    files = [each for each in changed if not each.is_link and is_needed(each.path)]
+    read = [each for each in files if is_text(each.path) or may_be_pointer(each.size_bytes)]
+    if sum(each.size_bytes for each in read) > MAX_BYTES:
         yield (
             "The hub checked no rows of this push: README.md and the changed text files have more "
             f"than {MAX_BYTES // 1024**2} MiB together. {_jobs_of(pipelines)} will check all rows."
         )
         return
-    links = [file.path for file in files if file.is_link and is_needed(file.path)]
+    links = [each.path for each in changed if each.is_link and is_needed(each.path)]
     for path in links[:MAX_NAMED]:
         yield f"{path}: it is a symbolic link; put the file itself in its place."
-    missing = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        paths = []
-        # Use few git processes, because there may be tens of thousands of small files, and the
-        # client waits.
-        contents = dict(read_blobs(repository, [file.oid for file in read]))
-        for file in read:
-            content = contents[file.oid]
-            pointer = Pointer.parse(content)
-            if pointer is None:
-                if file.path == CARD or _has_checked_rows(file.path):
-                    (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / file.path).write_bytes(content)
-                    paths.append(file.path)
-            elif LargeFiles(repository.folder).size(pointer.oid) is None:
-                missing.append(file.path)
-        for path in missing[:MAX_NAMED]:
-            yield f"{path}: this large file was not uploaded: run `git lfs push --all origin`."
-        if len(missing) > MAX_NAMED:
-            yield f"{len(missing) - MAX_NAMED} more large files were not uploaded."
-        for pipeline in pipelines:
-            bad: list[DataError] = []
-            dataset = read_dataset(folder, paths, pipeline.data, bad.append)
-            bad += _refused(dataset.train, pipeline, home)
-            problems = grouped(bad)
-            yield from problems[:MAX_NAMED]
-            if len(problems) > MAX_NAMED:
-                yield "More is wrong with other rows: see `pipeline data check`."
-            if bad or missing or links:
-                yield f"The job of {pipeline.name} will fail until this is corrected."
+    missing = [
+        each.path
+        for each in find_paths(repository, change.new_sha, [each.path for each in read])
+        if each.lfs is not None and LargeFiles(repository.folder).size(each.lfs.oid) is None
+    ]
+    for path in missing[:MAX_NAMED]:
+        yield f"{path}: this large file was not uploaded: run `git lfs push --all origin`."
+    if len(missing) > MAX_NAMED:
+        yield f"{len(missing) - MAX_NAMED} more large files were not uploaded."
+    for pipeline in pipelines:
+        only = frozenset(each.path for each in read)
+        with opened(repository, change.new_sha, pipeline.data, only) as (_, rows):
+            bad = [*rows.bad, *_refused(rows.dataset.train, pipeline, home)]
+        problems = grouped(bad)
+        yield from problems[:MAX_NAMED]
+        if len(problems) > MAX_NAMED:
+            yield "More is wrong with other rows: see `pipeline data check`."
+        if bad or missing or links:
+            yield f"The job of {pipeline.name} will fail until this is corrected."

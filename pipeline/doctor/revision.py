@@ -1,5 +1,6 @@
-"""Reads the rows of a commit on the stack's own hub, for the pages of the console. It opens only
-text, and only so much that the memory of the hub is enough, whatever was pushed."""
+"""Reads the rows of a commit on the stack's own hub, for the pages of the console and for the
+remarks on a push. It opens only text, and only so much that the memory of the hub is enough,
+whatever was pushed."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +10,16 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-from pipeline.doctor.push_remarks import CHECKED_SUFFIXES, MAX_BYTES
 from pipeline.errors import PipelineError
 from pipeline.formats import MAX_HEAD_CHARACTERS
-from pipeline.hub.contents import changed_files, list_tree, read_blobs, resolve_revision
+from pipeline.hub.contents import (
+    Entry,
+    changed_files,
+    find_paths,
+    list_tree,
+    read_blobs,
+    resolve_revision,
+)
 from pipeline.hub.repositories import Repository, new_file_path
 from pipeline.retrain.data import grouped
 from pipeline.retrain.dataset import CARD, Dataset, is_needed, read_dataset
@@ -22,6 +29,16 @@ from pipeline.retrain.settings import DataSettings
 from serving.questions import WordIndex
 
 NUM_NEAREST = 5
+MAX_BYTES = 4 * 1024 * 1024
+"""The largest total size of the files that are read, because a person or a client waits."""
+CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+"""Only rows of files with these suffixes are read. The hub does not open compressed files, such as
+`.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that it
+fills the hub's memory."""
+
+
+def is_text(path: str) -> bool:
+    return path == CARD or path.lower().endswith(CHECKED_SUFFIXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +58,8 @@ class Rows:
     def check_editable(self, file: str) -> None:
         """Raises DataError if the file exists and was not read: to add a row would replace it. Also
         if it is no text that a job reads, and BadRequest if it cannot exist."""
-        is_text = file.lower().endswith(CHECKED_SUFFIXES)
-        other = "" if is_text else f"its name ends with none of {', '.join(CHECKED_SUFFIXES)}"
+        has_rows = file.lower().endswith(CHECKED_SUFFIXES)
+        other = "" if has_rows else f"its name ends with none of {', '.join(CHECKED_SUFFIXES)}"
         if why := {**self.dataset.files.ignored, **self.unread}.get(new_file_path(file), other):
             raise DataError.at(file, None, f"its rows cannot be changed here: {why}")
 
@@ -58,15 +75,19 @@ def opened(
     `only`, the other files count as missing; without a commit, all. Raises DataError if the
     settings or the dataset card cannot be understood."""
     unread, paths, read, num_bytes = {}, [], {}, 0
-    for entry in list_tree(repository, commit, recursive=True) if commit else ():
-        if entry.type != "file" or (only is not None and entry.path not in (*only, CARD)):
+    entries: Sequence[Entry] = ()
+    if commit is not None and only is not None:
+        entries = find_paths(repository, commit, sorted({*only, CARD}))
+    elif commit is not None:
+        entries = list_tree(repository, commit, recursive=True)
+    for entry in entries:
+        if entry.type != "file":
             continue
         paths.append(entry.path)
         if not is_needed(entry.path):
             continue
-        is_text = entry.path == CARD or entry.path.lower().endswith(CHECKED_SUFFIXES)
         limit = MAX_HEAD_CHARACTERS if entry.path == CARD else MAX_BYTES - num_bytes
-        if entry.lfs is not None or not is_text:
+        if entry.lfs is not None or not is_text(entry.path):
             unread[entry.path] = "only text files are read here, and a job reads this one"
         elif entry.size_bytes > limit:
             unread[entry.path] = "there is too much text to read it here, and a job reads it"

@@ -3,31 +3,30 @@ that git stores, and hands these to one `git fast-import`. In place of a large f
 pointer: a small file that names the content. The paths of large files are added to
 `.gitattributes`.
 
-The body has lines of JSON: the first line is the header, and each further line is one operation. A
+The body has lines of JSON: the first line is the header, and each further line is one change. A
 commit may be larger than the memory. So the body stays in a file, and only one line at a time is in
 memory. The caller holds the repository's lock. The format that `git fast-import` reads is described
 at https://git-scm.com/docs/git-fast-import.
 """
 
-import base64
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import IO, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Base64Bytes, BaseModel, Field, ValidationError
 
 from pipeline.formats import OID, Pointer
 from pipeline.hub.contents import (
     ATTRIBUTES_FILE,
     NEW_REPOSITORY,
     Entry,
+    have_equal_files,
     large_file_paths,
-    read_commit,
     read_path,
     read_tree,
     tracking_line,
@@ -75,21 +74,10 @@ class _Value(BaseModel):
     `lfsFile` the sha256."""
 
     path: str
-    content: str = ""
-    encoding: Literal["base64", "utf-8"] = "utf-8"
+    content: Base64Bytes = b""
+    encoding: Literal["base64"] = "base64"
     oid: str = Field(default="", pattern=f"^({OID.pattern})?$")
     algo: Literal["sha256"] = "sha256"
-
-    def decoded(self) -> bytes:
-        try:
-            if self.encoding == "utf-8":
-                return self.content.encode()
-            return base64.b64decode(self.content, validate=True)
-        except ValueError as error:
-            raise BadRequest(
-                f"The content of {self.path!r} is not valid {self.encoding} ({error}): encode it "
-                "again, as base64 if it is not text."
-            ) from None
 
 
 class _Line(BaseModel):
@@ -98,61 +86,71 @@ class _Line(BaseModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operation:
-    kind: Kind
+class Change:
+    """One file or folder of a commit. The changes of a commit apply in their order."""
+
     path: str
+    kind: Kind = "file"
+    read: Callable[[], bytes] = bytes
+    """Returns what git stores for an added file: its content, or the pointer to a large file."""
     oid: str = ""
     """The sha256 of an `lfsFile`; empty for every other kind."""
-    offset: int = 0
-    """Where the line of this operation begins in the body, in bytes."""
+    is_executable: bool = False
+    """A client of the API cannot set this. A changed file stays executable."""
 
     @property
     def deletes(self) -> bool:
         return self.kind in ("deletedFile", "deletedFolder")
 
 
-class CommitBody:
-    """The parsed body. `file` holds the complete body. Raises BadRequest if the body is not a valid
-    commit."""
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """What a client wants to commit."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        lines = self._lines()
-        _, first = next(lines, (0, b""))
-        self.header = _read(_FirstLine, first).value
-        first_lines = islice(lines, MAX_OPERATIONS + 1)
-        self.operations = [self._operation(offset, line) for offset, line in first_lines]
-        if len(self.operations) > MAX_OPERATIONS:
+    header: CommitHeader
+    changes: Sequence[Change]
+
+
+def parse_commit(body: IO[bytes]) -> Commit:
+    """The commit in the complete body, from which the contents are read later. Raises BadRequest
+    if the body is not a valid commit."""
+    lines = _lines(body)
+    header = _read(_FirstLine, next(lines, (0, b""))[1]).value
+    changes = [_change(body, *each) for each in islice(lines, MAX_OPERATIONS + 1)]
+    if len(changes) > MAX_OPERATIONS:
+        raise BadRequest(
+            f"A commit may have {MAX_OPERATIONS} operations at most: send several commits."
+        )
+    return Commit(header=header, changes=changes)
+
+
+def _lines(body: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Each line, and where it begins in the body."""
+    offset = body.seek(0)
+    while line := body.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
             raise BadRequest(
-                f"A commit may have {MAX_OPERATIONS} operations at most: send several commits."
+                f"One line of the commit has more than {MAX_LINE_BYTES} bytes: send this file "
+                "as a large file."
             )
+        if line.strip():
+            yield offset, line
+        offset += len(line)
 
-    def content(self, operation: Operation) -> bytes:
-        """The content of an operation of the kind `file`, read from the body again. Raises
-        BadRequest if it is wrongly encoded."""
-        self._file.seek(operation.offset)
-        return _read(_Line, self._file.readline()).value.decoded()
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        offset = self._file.seek(0)
-        while line := self._file.readline(MAX_LINE_BYTES + 1):
-            if len(line) > MAX_LINE_BYTES:
-                raise BadRequest(
-                    f"One line of the commit has more than {MAX_LINE_BYTES} bytes: send this file "
-                    "as a large file."
-                )
-            if line.strip():
-                yield offset, line
-            offset += len(line)
+def _change(body: IO[bytes], offset: int, line: bytes) -> Change:
+    read = _read(_Line, line)
+    kind, found = read.key, read.value
+    path = found.path.rstrip("/") if kind == "deletedFolder" else found.path
+    checked = new_file_path(path) if kind in ("file", "lfsFile") else changed_path(path)
+    if kind == "lfsFile" and not found.oid:
+        raise BadRequest(f"The large file {path!r} has no oid: give its sha256.")
+    return Change(path=checked, kind=kind, oid=found.oid, read=partial(_content, body, offset))
 
-    def _operation(self, offset: int, line: bytes) -> Operation:
-        read = _read(_Line, line)
-        kind, found = read.key, read.value
-        path = found.path.rstrip("/") if kind == "deletedFolder" else found.path
-        checked = new_file_path(path) if kind in ("file", "lfsFile") else changed_path(path)
-        if kind == "lfsFile" and not found.oid:
-            raise BadRequest(f"The large file {path!r} has no oid: give its sha256.")
-        return Operation(kind=kind, path=checked, oid=found.oid, offset=offset)
+
+def _content(body: IO[bytes], offset: int) -> bytes:
+    body.seek(offset)
+    return _read(_Line, body.readline()).value.content
 
 
 def _read(model: type[Model], line: bytes) -> Model:
@@ -172,24 +170,12 @@ it."""
 # `huggingface_hub` looks for these words in the error, and then explains how to delete a folder.
 _NOT_THERE = "A file with this name doesn't exist"
 
-Files = Mapping[str, Operation | None]
+Files = Mapping[str, Change | None]
 """The files after a commit, by their path. None is a file that the commit does not change."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One file or folder of a commit. The changes of a commit apply in their order."""
-
-    path: str
-    read: Callable[[], bytes] | None
-    """Returns what git stores for an added file: its content, or the pointer to a large file. None
-    deletes the path."""
-    is_executable: bool = False
-    """A client of the API cannot set this. A changed file stays executable."""
-
-
 def build_commit(
-    repository: Repository, head: str | None, body: CommitBody, author: Signature
+    repository: Repository, head: str | None, wanted: Commit, author: Signature
 ) -> str:
     """Makes the commit on top of `head`, with pointers in place of large files, and returns its
     sha. No ref leads to it yet. If no `.gitattributes` lists a large file, the commit also adds its
@@ -200,27 +186,26 @@ def build_commit(
     Raises DiskFull.
     """
     tree = read_tree(repository, head)
-    after = _files_after(tree, head, body)
+    after = _files_after(tree, head, wanted.changes)
     files = LargeFiles(repository.folder)
     # Deletions first: `after` has only the files that the commit does not delete again.
-    changes = [Change(path=each.path, read=None) for each in body.operations if each.deletes]
+    changes = [each for each in wanted.changes if each.deletes]
     large = []
-    for path, operation in after.items():
-        if operation is None:
+    for path, change in after.items():
+        if change is None:
             continue
-        read: Callable[[], bytes] = partial(body.content, operation)
-        if operation.kind == "lfsFile":
-            size = files.size(operation.oid) if files.keep(operation.oid) else None
+        if change.kind == "lfsFile":
+            size = files.size(change.oid) if files.keep(change.oid) else None
             if size is None:
                 raise BadRequest(
-                    f"{path!r} is the large file {operation.oid}, which the hub does not have: "
+                    f"{path!r} is the large file {change.oid}, which the hub does not have: "
                     "upload the file before the commit."
                 )
-            read = Pointer(oid=operation.oid, size=size).render
+            change = replace(change, read=Pointer(oid=change.oid, size=size).render)
             large.append(path)
         is_executable = path in tree and tree[path].is_executable
-        changes.append(Change(path=path, read=read, is_executable=is_executable))
-    message = body.header.message
+        changes.append(replace(change, is_executable=is_executable))
+    message = wanted.header.message
     commit = import_commit(repository, head, message, author, changes)
     tracked = large_file_paths(repository, commit, large) if large else set()
     if untracked := [path for path in large if path not in tracked]:
@@ -234,22 +219,22 @@ def build_commit(
     return commit
 
 
-def _files_after(tree: Mapping[str, Entry], head: str | None, body: CommitBody) -> Files:
-    """Applies the operations, in their order and only in memory, to the `tree` of `head`. Raises
+def _files_after(tree: Mapping[str, Entry], head: str | None, changes: Sequence[Change]) -> Files:
+    """Applies the changes, in their order and only in memory, to the `tree` of `head`. Raises
     EntryNotFound and BadRequest, as `build_commit` does."""
-    after: dict[str, Operation | None] = {
+    after: dict[str, Change | None] = {
         path: None for path, entry in tree.items() if entry.type == "file"
     }
-    for operation in body.operations:
-        path = operation.path
-        if not operation.deletes:
-            after[path] = operation
+    for change in changes:
+        path = change.path
+        if not change.deletes:
+            after[path] = change
             continue
-        if operation.kind == "deletedFile":
+        if change.kind == "deletedFile":
             doomed = [path] if path in after else []
         else:
             doomed = [each for each in after if each.startswith(f"{path}/")]
-        if not doomed or (operation.kind != "deletedFile" and path in after):
+        if not doomed or (change.kind != "deletedFile" and path in after):
             raise EntryNotFound(f"{_NOT_THERE}: {path}", commit=head or "")
         for each in doomed:
             del after[each]
@@ -264,7 +249,7 @@ def _files_after(tree: Mapping[str, Entry], head: str | None, body: CommitBody) 
 
 
 def make_commit(
-    repository: Repository, ref: str, head: str | None, body: CommitBody, author: Signature
+    repository: Repository, ref: str, head: str | None, wanted: Commit, author: Signature
 ) -> str:
     """Makes the commit on top of `head`, moves `ref` to it, and returns its sha. If the files stay
     as they are in `head`, this makes no commit and returns `head`.
@@ -272,14 +257,14 @@ def make_commit(
     Raises PreconditionFailed if the client based the changes on another commit than `head`. Raises
     the errors of `build_commit`.
     """
-    parent = body.header.parentCommit
+    parent = wanted.header.parentCommit
     if parent is not None and not (head or "").startswith(parent):
         raise PreconditionFailed(
             "The branch was updated since you opened this page. Please refresh and try again: "
             f"{ref} is at {head or 'no commit yet'}, and the commit was made for {parent}."
         )
-    commit = build_commit(repository, head, body, author)
-    if head and read_commit(repository, commit).tree == read_commit(repository, head).tree:
+    commit = build_commit(repository, head, wanted, author)
+    if head and have_equal_files(repository, commit, head):
         return head
     git(repository.folder, "update-ref", ref, commit, head or NO_REF)
     return commit
@@ -325,14 +310,14 @@ def _stream(
         yield f"from {parent}\n".encode()
     for change in changes:
         path = _quoted(change.path)
-        if change.read is not None:
-            content = change.read()
-            mode = b"100755" if change.is_executable else b"100644"
-            yield b"M %s inline %s\ndata %d\n" % (mode, path, len(content))
-            yield content
-            yield b"\n"
-        else:
+        if change.deletes:
             yield b"D %s\n" % path
+            continue
+        content = change.read()
+        mode = b"100755" if change.is_executable else b"100644"
+        yield b"M %s inline %s\ndata %d\n" % (mode, path, len(content))
+        yield content
+        yield b"\n"
     yield b"done\n"
 
 

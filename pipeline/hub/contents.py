@@ -219,15 +219,6 @@ _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
 _LATEST_SECONDS = 253402300799
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommitHead:
-    """The fields of a commit object."""
-
-    tree: str
-    parents: tuple[str, ...]
-    message: str
-
-
 def resolve_revision(repository: Repository, revision: str) -> str:
     """The sha of the commit that `revision` names: a branch, a tag, a full ref, or a sha with 7
     digits or more. A commit is found by its sha even if no ref leads to it any more.
@@ -259,10 +250,10 @@ def _candidates(revision: str) -> list[str]:
     return [*names, revision] if _ABBREVIATED.fullmatch(revision) else names
 
 
-def read_commit(repository: Repository, sha: str) -> CommitHead:
-    told = git(repository.folder, "log", "-z", "--max-count=1", "--format=%T%n%P%n%B", sha, "--")
-    tree, parents, message = told.decode(errors="replace").removesuffix("\0").split("\n", 2)
-    return CommitHead(tree=tree, parents=tuple(parents.split()), message=message)
+def have_equal_files(repository: Repository, one: str, other: str) -> bool:
+    """Whether two commits have the same files."""
+    trees = look_up(repository, [f"{each}^{{tree}}" for each in (one, other)])
+    return trees[0] == trees[1]
 
 
 def list_commits(repository: Repository, *commits: str, skip: int = 0, limit: int) -> list[Json]:

@@ -1,10 +1,8 @@
 """The hub's errors, and the HTTP status and code with which each is answered.
 
     HubError                     the hub cannot start or go on; shown at the terminal
-    ├── HubInUse                 another process uses the state folder
     └── RequestError             becomes the answer to a request, never a traceback
         ├── BadRequest           400
-        │   └── TooSlow          git was ended because it needed too long
         ├── Unauthorized         401
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
@@ -29,10 +27,6 @@ class HubError(PipelineError):
     """The hub cannot start or go on; the message is for the person at the terminal."""
 
 
-class HubInUse(HubError):
-    """Another process uses the state folder."""
-
-
 class RequestError(HubError):
     """A request that is answered with an error; the message is for the client's user."""
 
@@ -46,10 +40,6 @@ class RequestError(HubError):
 
 class BadRequest(RequestError):
     status = 400
-
-
-class TooSlow(BadRequest):
-    """Git was ended, because it needed more time than the caller gave it."""
 
 
 class Unauthorized(RequestError):

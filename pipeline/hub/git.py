@@ -23,7 +23,7 @@ from typing import IO
 from anyio import CancelScope
 from starlette.requests import Request
 
-from pipeline.hub.errors import DiskFull, HubError, TooSlow
+from pipeline.hub.errors import BadRequest, DiskFull, HubError
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def git(
 
     Raises HubError with git's own error text if the exit code is neither 0 nor in `may_exit_with`,
     or if git left out a ref that it cannot read. Raises DiskFull if the text says that the disk is
-    full. Raises TooSlow, and ends git, if git needs more than `seconds`.
+    full. Raises BadRequest, and ends git, if git needs more than `seconds`.
     """
     try:
         done = subprocess.run(
@@ -157,7 +157,7 @@ def git(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise TooSlow(
+        raise BadRequest(
             f"git {arguments[0]} needed more than {seconds:g} s, and was ended: send less at once, "
             "and use fewer `*` in each pattern of .gitattributes and .gitignore."
         ) from None

@@ -178,27 +178,18 @@ def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
     file.flush()
     os.fsync(file.fileno())
     make_folder(path.parent, below=below)
-    with _still_there():
-        Path(file.name).rename(path)
-        fsync_dir(path.parent)
+    Path(file.name).rename(path)
+    fsync_dir(path.parent)
 
 
 def make_folder(folder: Path, *, below: Path) -> None:
     """Makes the missing folders between `below` and `folder`. Raises Conflict if `below` does not
     exist any more."""
-    with _still_there():
-        for each in reversed([each for each in (folder, *folder.parents) if below in each.parents]):
-            with contextlib.suppress(FileExistsError):
-                each.mkdir()
-                fsync_dir(each.parent)
-
-
-@contextlib.contextmanager
-def _still_there() -> Iterator[None]:
-    """Raises Conflict if the repository's folder is missing in the block."""
-    try:
-        yield
-    except FileNotFoundError:
+    if not below.is_dir():
         raise Conflict(
             "The repository was removed meanwhile: create it again, then send the file again."
-        ) from None
+        )
+    for each in reversed([each for each in (folder, *folder.parents) if below in each.parents]):
+        with contextlib.suppress(FileExistsError):
+            each.mkdir()
+            fsync_dir(each.parent)

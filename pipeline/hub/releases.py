@@ -116,7 +116,7 @@ def record_release(repository: Repository, *, pipeline: str, folder: Path) -> st
     return commit
 
 
-def record_served(repository: Repository, *, pipeline: str, release: str | None) -> None:
+def record_served(repository: Repository, release: str | None) -> None:
     """Moves `main` to the release. If None is served, `main` is a commit without a release, from
     which a client can begin a branch. The caller does as for `record_release`. Raises
     RevisionNotFound if the release has no tag."""
@@ -264,7 +264,7 @@ def _sync_locked(releases: Releases, pipeline: str, repository: Repository) -> N
         git(repository.folder, "update-ref", "-d", ref)
     served = read_served(folder).release
     if served is None or served in _releases_in(read_refs(repository)):
-        record_served(repository, pipeline=pipeline, release=served)
+        record_served(repository, served)
     record_ref_changes(repository, releases.log)
     if removed or uploads:
         # The files of an upload stay, however long it has taken until now.

@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 LABEL = "scheduled-job"
 """The label of a run has the id of its scheduled job."""
-LATE_SECONDS = 60.0
-"""A run that starts later than this was missed: the hub did not run when it was due."""
 _CHECK_SECONDS, _SECONDS_AFTER_ERROR = 1.0, 30.0
 _ALIASES = {
     "@yearly": "0 0 1 1 *",
@@ -59,13 +57,6 @@ def start_due(database: Database, store: JobStore, now: float) -> None:
     with database.read() as connection:
         due = connection.execute(select(table).where(table.c.next_run_at <= now)).all()
     for each in due:
-        at = each.next_run_at
-        if now - at > LATE_SECONDS:
-            logger.warning(
-                "scheduled job %s was due at %s, when the hub did not run: it runs once now, and "
-                "its other missed runs are left out",
-                *(each.id, datetime.fromtimestamp(at, UTC)),
-            )
         changes: dict[str, object] = {"next_run_at": next_run(each.schedule, now)}
         if _is_running(store, each.last_job_id):
             logger.warning(
@@ -77,7 +68,7 @@ def start_due(database: Database, store: JobStore, now: float) -> None:
             labels = {**spec.labels, LABEL: each.id}
             # If the hub is killed before the next write, it does this again, and the store makes no
             # second job of the same delivery.
-            delivery = Delivery(source=f"schedule/{each.id}", id=str(at))
+            delivery = Delivery(source=f"schedule/{each.id}", id=str(each.next_run_at))
             job = store.submit(spec.model_copy(update={"labels": labels}), delivery=delivery)
             changes |= {"last_job_id": job.id, "last_run_at": job.created_at}
         with database.write() as connection:

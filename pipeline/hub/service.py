@@ -39,7 +39,7 @@ from jobs.settings import JobsSettings
 from jobs.store import JobStore
 from pipeline.hub.database import REPOS, Database, read_only, repositories, tokens
 from pipeline.hub.deliveries import HubMetrics
-from pipeline.hub.errors import Forbidden, HubInUse, RepositoryNotFound, Unauthorized
+from pipeline.hub.errors import Forbidden, HubError, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
 from pipeline.hub.git import Signature
 from pipeline.hub.http_json import Json, chunks
@@ -87,7 +87,7 @@ class Elsewhere:
 
 @contextlib.contextmanager
 def only_hub_in(root: Path) -> Iterator[None]:
-    """Makes the state folder if it does not exist, and holds its lock. Raises HubInUse if another
+    """Makes the state folder if it does not exist, and holds its lock. Raises HubError if another
     process holds the lock."""
     # Only the owner may read the folder, because pushed data is private.
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def only_hub_in(root: Path) -> Iterator[None]:
     try:
         held = lock.acquire(timeout=0)
     except Timeout:
-        raise HubInUse(
+        raise HubError(
             f"Another hub uses {root}: stop that hub first, or choose another folder."
         ) from None
     with held:

@@ -7,10 +7,10 @@ checks API keys and hosts: the gateway also passes these headers on.
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
-import anyio
 import httpx
 from pydantic_core import from_json
 from starlette.applications import Starlette
@@ -19,8 +19,9 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Send
 
+from serving.answer import WhileConnected
 from serving.http.server import LimitedBodies
 from serving.request_errors import RequestError
 
@@ -103,7 +104,30 @@ class _Gateway:
             model = await asyncio.to_thread(_model_of, body)
         elif model is None:  # such as `/docs`, which all servers answer alike
             model = next(iter(self._servers))
-        return _Forwarded(self.client, await self._server_of(request, model), request, body)
+        server = await self._server_of(request, model)
+        return WhileConnected(partial(self._exchange, server, request, body))
+
+    async def _exchange(self, server: str, request: Request, body: bytes, send: Send) -> None:
+        """Send the request to a server, and the server's answer to the client."""
+        path = request.scope.get("raw_path") or request.url.path.encode()
+        query = request.scope["query_string"]
+        target = f"{server}{path.decode()}" + (f"?{query.decode()}" if query else "")
+        headers = _passed_on(request.headers.raw)
+        asked = httpx.Request(request.method, target, headers=headers, content=body)
+        try:
+            answer = await self.client.send(asked, stream=True)
+        except httpx.TransportError:
+            await _unreachable([server]).response()(request.scope, request.receive, send)
+            return
+        async with aclosing(answer):
+            start: Message = {"type": "http.response.start", "status": answer.status_code}
+            headers = _passed_on(answer.headers.raw)
+            await send(
+                {**start, "headers": [each for each in headers if each[0] not in _OF_EACH_SERVER]}
+            )
+            async for chunk in answer.aiter_raw():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
     async def _server_of(self, request: Request, model: str | None) -> str:
         """The URL of the server for `model`, the name of a pipeline or the id of a served release.
@@ -162,52 +186,6 @@ class _Gateway:
                 kind = {"type": refusal["type"], "code": refusal["code"]}
                 raise RequestError(answer.status_code, refusal["message"], **kind)
         return dict(zip(self._servers, answers, strict=True))
-
-
-class _Forwarded(Response):
-    """Sends the request to a server, and the server's answer to the client."""
-
-    def __init__(
-        self, client: httpx.AsyncClient, server: str, request: Request, body: bytes
-    ) -> None:
-        self._client = client
-        self._server = server
-        path = request.scope.get("raw_path") or request.url.path.encode()
-        query = request.scope["query_string"]
-        target = f"{server}{path.decode()}" + (f"?{query.decode()}" if query else "")
-        headers = _passed_on(request.headers.raw)
-        self._asked = httpx.Request(request.method, target, headers=headers, content=body)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with anyio.create_task_group() as group:
-
-            async def end_when_client_leaves() -> None:
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-                group.cancel_scope.cancel()
-
-            group.start_soon(end_when_client_leaves)
-            await self._exchange(scope, receive, send)
-            group.cancel_scope.cancel()
-
-    async def _exchange(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            answer = await self._client.send(self._asked, stream=True)
-        except httpx.TransportError:
-            await _unreachable([self._server]).response()(scope, receive, send)
-            return
-        try:
-            headers = [
-                each for each in _passed_on(answer.headers.raw) if each[0] not in _OF_EACH_SERVER
-            ]
-            start: Message = {"type": "http.response.start", "status": answer.status_code}
-            await send({**start, "headers": headers})
-            async for chunk in answer.aiter_raw():
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-        finally:
-            with anyio.CancelScope(shield=True):
-                await answer.aclose()
 
 
 def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -10,7 +10,7 @@ child works. Each of these questions is called a probe.
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,10 +66,9 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
     `pipeline down` stops the services in reverse order. The receiver ends first, so that no new
     event starts a job. The hub ends last, so that a running job can still read from the hub.
 
-    Raises PipelineError if two services have the same port, or if a service has the port of the
-    runner's metrics. Also raises PipelineError if the port of the completion server or of the
-    receiver is 0: the operating system would choose the port, and the other services could not find
-    it.
+    Raises PipelineError if two services have the same port, or if the port of the completion server
+    or of the receiver is 0: the operating system would choose the port, and the other services
+    could not find it.
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:
@@ -95,7 +94,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
         RUNNER,
         _service("receiver", settings.receiver_url, "receiver"),
     )
-    _check_ports_differ((*services, *metrics_of_runner(settings)))
+    _check_ports_differ(services)
     return services
 
 
@@ -121,14 +120,6 @@ def _service(name: str, url: str, table: str) -> Service:
 
 
 RUNNER = Service(name="runner", arguments=("runner",))
-
-
-def metrics_of_runner(settings: Settings) -> Iterator[Service]:
-    """The runner with the address of its metrics, for checks of its port. Nothing, if the metrics
-    are turned off."""
-    if port := settings.jobs.metrics_port:
-        url, setting = f"http://127.0.0.1:{port}", "metrics_port under [jobs]"
-        yield replace(RUNNER, name="runner's metrics", url=url, port_setting=setting)
 
 
 def _check_ports_differ(services: Sequence[Service]) -> None:

@@ -153,7 +153,7 @@ def test_what_changes_nothing_makes_no_commit(dataset: Dataset, receiver: Receiv
     first = dataset.commit(add("a.txt"))
     body = (
         b'{"key": "header", "value": {"summary": "Again"}}\n'
-        b'{"key": "file", "value": {"path": "a.txt", "content": "1\\n"}}\n'
+        b'{"key": "file", "value": {"path": "a.txt", "content": "MQo="}}\n'
     )
     answer = dataset.hub.request("POST", f"/api/datasets/{dataset.id}/commit/main", content=body)
     assert answer.json()["commitOid"] == first
@@ -204,11 +204,6 @@ def test_a_folder_that_the_same_commit_puts_over_a_file_is_not_there_to_delete(
         (b"no json", "must be JSON"),
         (b'{"key": "header", "value": {"summary": ""}}', "summary"),
         (b'{"key": "header", "value": {"summary": "x"}}\n{"key": "boom", "value": 1}', "'file'"),
-        (
-            b'{"key": "header", "value": {"summary": "x"}}\n'
-            b'{"key": "file", "value": {"path": "a", "content": "%%", "encoding": "base64"}}',
-            "not valid base64",
-        ),
         (
             b'{"key": "header", "value": {"summary": "x"}}\n'
             b'{"key": "lfsFile", "value": {"path": "a", "oid": "%s"}}' % (b"a" * 64),

@@ -19,7 +19,6 @@ from pipeline.console.page import Console, sealed
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
-from tests.jobs_fixtures import until
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)> مرحبا 🚀 \x1b[31mred\x1b[0m"
 ODD = quote(EVIL, safe="")
@@ -209,7 +208,6 @@ def test_the_stream_tells_of_changes_until_the_browser_or_the_hub_goes(tmp_path:
             client.post(f"{hub.url}/login", data={"token": hub.token})
             with client.stream("GET", f"{hub.url}/events") as first:
                 seen = next(first.iter_lines()).removeprefix("id: ")
-            until(lambda: not console.streams)
             # A page that has seen this is told again only after a change.
             url = f"{hub.url}/events?seen={seen}"
             lines = streams.enter_context(client.stream("GET", url)).iter_lines()

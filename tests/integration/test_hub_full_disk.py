@@ -4,6 +4,7 @@ room."""
 import hashlib
 import json
 import os
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,9 +28,10 @@ def hub(disk: Path) -> Iterator[RunningHub]:
 
 
 def commit(hub: RunningHub, path: str, content: str, query: str = "") -> httpx.Response:
+    encoded = b64encode(content.encode()).decode()
     lines = [
         {"key": "header", "value": {"summary": "Change"}},
-        {"key": "file", "value": {"path": path, "content": content}},
+        {"key": "file", "value": {"path": path, "content": encoded}},
     ]
     body = "\n".join(json.dumps(line) for line in lines)
     url = f"/api/datasets/local/facts/commit/main{query}"

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,7 +28,8 @@ def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
 
 
 def file(path: str, content: str = "x") -> dict[str, Any]:
-    return {"key": "file", "value": {"path": path, "content": content}}
+    encoded = b64encode(content.encode()).decode()
+    return {"key": "file", "value": {"path": path, "content": encoded}}
 
 
 def commit(

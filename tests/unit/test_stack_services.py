@@ -121,7 +121,6 @@ def test_the_addresses_of_a_running_stack_with_a_gateway(file: Path) -> None:
     [
         ("[hub]\nport = 8000\n", ("the hub", "the completion server")),
         ("[receiver]\nport = 8070\n", ("the hub", "the receiver")),
-        ("[hub]\nport = 8071\n", ("metrics_port under [jobs]", "the hub")),
     ],
 )
 def test_one_port_is_not_given_to_two(text: str, words: tuple[str, ...], file: Path) -> None:

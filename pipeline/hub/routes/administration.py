@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from typing import TypedDict, get_args
+from typing import TypedDict
 
 from fastapi import APIRouter, Depends
 from sqlalchemy import delete, insert, select
@@ -54,10 +54,8 @@ def list_tokens(hub: HubOf) -> list[Json]:
 
 
 @router.post("/tokens/{name:part}")
-def create_token(hub: HubOf, name: str, role: str = "read") -> JSONResponse:
+def create_token(hub: HubOf, name: str, role: Role = "read") -> JSONResponse:
     """Creates a token. Only this answer shows the token."""
-    if role not in get_args(Role):
-        raise BadRequest(f"{role!r} is not a role: choose read or write.")
     check_name(name)
     token = f"hf_{secrets.token_hex(20)}"
     with hub.database.write() as connection:

@@ -5,10 +5,6 @@ agent must get 409, which tells it to end, and not 401.
 """
 
 import asyncio
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -107,20 +103,13 @@ async def extend(
     if name is not None:
         if name not in GROWING or not 0 <= offset <= _MAX_OFFSET:
             raise BadRequest(f"{name!r} from {offset} is no part of {' or '.join(GROWING)}.")
-        with _for_writing(hub.jobs_dir / job.id / name) as file:
+        path = hub.jobs_dir / job.id / name
+        path.touch()
+        with path.open("r+b") as file:
+            file.seek(offset)
             async for chunk in chunks(request, max_bytes=PIECE_BYTES):
-                await run_in_threadpool(os.pwrite, file, chunk, offset)
-                offset += len(chunk)
+                await run_in_threadpool(file.write, chunk)
     return orders
-
-
-@contextmanager
-def _for_writing(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _beat(hub: HubOf, job: Job) -> Orders:

@@ -1,12 +1,9 @@
 """API routes for commits: `validate-yaml` checks a README before a client commits it, `preupload`
 tells a client how to send each file, and `commit` makes the commit."""
 
-import base64
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from io import SEEK_END
-from tempfile import TemporaryFile
 from typing import IO, Annotated
 
 from fastapi import APIRouter, Depends
@@ -17,10 +14,13 @@ from starlette.responses import JSONResponse
 
 from pipeline.hub.commits import (
     MAX_GIT_BYTES,
-    CommitBody,
+    Change,
+    Commit,
+    CommitHeader,
     build_commit,
     first_commit,
     make_commit,
+    parse_commit,
 )
 from pipeline.hub.contents import (
     IGNORE_FILE,
@@ -70,10 +70,10 @@ class PlannedFile(BaseModel):
     sample: Base64Bytes = b""
     """The first 512 bytes of the file."""
 
-    @property
-    def is_large(self) -> bool:
-        """Whether the file is too large for git, or binary: its sample has a NUL byte."""
-        return self.size > MAX_GIT_BYTES or b"\0" in self.sample
+
+def is_large(size: int, sample: bytes) -> bool:
+    """Whether the file is too large for git, or binary: its first bytes have a NUL byte."""
+    return size > MAX_GIT_BYTES or b"\0" in sample
 
 
 class Preupload(BaseModel):
@@ -88,7 +88,7 @@ class Readme(BaseModel):
 Made = tuple[str, Sequence[RefChange], int | None]
 """The sha of a commit, the changes about which the hub may have remarks for the client, and the
 number of the pull request that it opened."""
-Act = Callable[[EventLog, Repository, Identity, str, CommitBody], Made]
+Act = Callable[[EventLog, Repository, Identity, str, Commit], Made]
 Files = Mapping[str, IO[bytes]]
 """The contents of files by their paths."""
 
@@ -146,7 +146,9 @@ async def preupload(
         return [
             {
                 "path": file.path,
-                "uploadMode": "lfs" if path in tracked or file.is_large else "regular",
+                "uploadMode": "lfs"
+                if path in tracked or is_large(file.size, file.sample)
+                else "regular",
                 "shouldIgnore": path in ignored,
                 "oid": there.get(path),
             }
@@ -169,7 +171,9 @@ async def commit(
     """Makes one commit with all operations, or fails and makes none. With `create_pr`, the commit
     goes to a new pull request."""
     act = commit_to_pull_request if create_pr else commit_to_branch
-    sha, repository, num, remarks = await commit_file(hub, identity, name, revision, file, act)
+    async with hub.commit_slots:
+        wanted = await run_in_threadpool(parse_commit, file)
+    sha, repository, num, remarks = await make(hub, identity, name, revision, wanted, act)
     web = f"{hub_url(request)}/{repository.name.path}"
     answer: Json = {"success": True, "commitOid": sha, "commitUrl": f"{web}/commit/{sha}"}
     if num is not None:
@@ -177,18 +181,16 @@ async def commit(
     return JSONResponse(answer, headers=client_warning(sha, remarks))
 
 
-async def commit_file(
-    hub: Hub, identity: Identity, name: RepositoryName, revision: str, file: IO[bytes], act: Act
+async def make(
+    hub: Hub, identity: Identity, name: RepositoryName, revision: str, wanted: Commit, act: Act
 ) -> tuple[str, Repository, int | None, Sequence[str]]:
-    """Makes the commit whose body is in `file`. Returns its sha, its repository, the number of the
-    pull request that it opened, and the remarks for the client."""
-    async with hub.commit_slots:
-        body = await run_in_threadpool(CommitBody, file)
+    """Makes the commit. Returns its sha, its repository, the number of the pull request that it
+    opened, and the remarks for the client."""
     # Find the repository again: while the body came in, another one may have got its name. Take the
     # slot after the lock. Otherwise a request that waits for the lock would hold a slot, which
     # another request could use.
     async with hub.locked(name) as repository, hub.commit_slots:
-        made = await run_in_threadpool(act, hub.log, repository, identity, revision, body)
+        made = await run_in_threadpool(act, hub.log, repository, identity, revision, wanted)
         sha, changes, num = made
         remarks = await run_in_threadpool(hub.remarks, repository, changes)
     return sha, repository, num, remarks
@@ -205,36 +207,32 @@ async def commit_contents(
 ) -> str:
     """Makes a commit of these files, by their paths, on top of the commit `parent`, and returns its
     sha. Raises PreconditionFailed if the branch is at another commit."""
+    header = CommitHeader(summary=summary, parentCommit=parent)
     repository = await run_in_threadpool(hub.repositories.find, name)
-    with TemporaryFile(dir=hub.repositories.incoming) as body:
-        await run_in_threadpool(_write_body, body, repository, parent, summary, files)
-        made = await commit_file(hub, identity, name, revision, body, commit_to_branch)
+
+    def changes() -> list[Change]:
+        tracked = set() if parent is None else large_file_paths(repository, parent, files)
+        return [_change(repository, *each, is_tracked=each[0] in tracked) for each in files.items()]
+
+    wanted = Commit(header=header, changes=await run_in_threadpool(changes))
+    made = await make(hub, identity, name, revision, wanted, commit_to_branch)
     return made[0]
 
 
-def _write_body(
-    body: IO[bytes], repository: Repository, parent: str | None, summary: str, files: Files
-) -> None:
-    """Writes what a client would send, and stores the large files."""
-    head = None if parent is None else resolve_revision(repository, parent)
-    tracked = set() if head is None else large_file_paths(repository, head, files)
+def _change(repository: Repository, path: str, file: IO[bytes], *, is_tracked: bool) -> Change:
+    """The change that adds the file. Stores a large one, as a client would before its commit."""
 
-    def write(key: str, **value: object) -> None:
-        body.write(json.dumps({"key": key, "value": value}).encode() + b"\n")
+    def read(size: int = -1) -> bytes:
+        file.seek(0)
+        return file.read(size)
 
-    write("header", summary=summary, parentCommit=head)
-    for path, file in files.items():
-        size = file.seek(0, SEEK_END)
-        file.seek(0)
-        planned = PlannedFile.model_construct(path=path, size=size, sample=file.read(512))
-        file.seek(0)
-        if planned.is_large or path in tracked:
-            read = iter(partial(file.read, CHUNK_BYTES), b"")
-            oid = LargeFiles(repository.folder).store(read, None, size)
-            write("lfsFile", path=path, oid=oid)
-        else:
-            content = base64.b64encode(file.read()).decode()
-            write("file", path=path, content=content, encoding="base64")
+    path, size = new_file_path(path), file.seek(0, SEEK_END)
+    if not is_tracked and not is_large(size, read(512)):
+        return Change(path=path, read=read)
+    file.seek(0)
+    pieces = iter(partial(file.read, CHUNK_BYTES), b"")
+    oid = LargeFiles(repository.folder).store(pieces, None, size)
+    return Change(path=path, kind="lfsFile", oid=oid)
 
 
 def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
@@ -249,7 +247,7 @@ def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
 
 
 def commit_to_branch(
-    log: EventLog, repository: Repository, identity: Identity, revision: str, body: CommitBody
+    log: EventLog, repository: Repository, identity: Identity, revision: str, wanted: Commit
 ) -> Made:
     ref, head = find_branch(repository, revision)
     if ref.startswith(PULL_REQUEST_PREFIX) and ref not in open_bases(log.database, repository):
@@ -257,25 +255,26 @@ def commit_to_branch(
             f"The pull request of {ref} is merged or closed, so it takes no commits: reopen it if "
             "it is closed, or open another one."
         )
-    sha = make_commit(repository, ref, head, body, identity.signature)
+    sha = make_commit(repository, ref, head, wanted, identity.signature)
     return sha, () if sha == head else record_ref_changes(repository, log), None
 
 
 def commit_to_pull_request(
-    log: EventLog, repository: Repository, identity: Identity, revision: str, body: CommitBody
+    log: EventLog, repository: Repository, identity: Identity, revision: str, wanted: Commit
 ) -> Made:
     """Makes the commit on a new pull request. The commit's parent is the commit that the client
     names, or else the head of the branch."""
     base, head = find_branch(repository, revision, or_pull_request=False)
-    parent = body.header.parentCommit
+    header = wanted.header
+    parent = header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
-    sha = build_commit(repository, start, body, identity.signature)
+    sha = build_commit(repository, start, wanted, identity.signature)
     opened = open_discussion(
         log,
         repository,
         identity,
-        title=" ".join(body.header.summary.split())[:MAX_TITLE],
-        text=(body.header.description or body.header.summary)[:MAX_TEXT],
+        title=" ".join(header.summary.split())[:MAX_TITLE],
+        text=(header.description or header.summary)[:MAX_TEXT],
         base=base,
         head=sha,
     )

@@ -19,7 +19,7 @@ from pydantic import BaseModel, StringConstraints
 from sqlalchemy import Connection, Row, func, insert, select, update
 from starlette.requests import Request
 
-from pipeline.hub.contents import read_commit
+from pipeline.hub.contents import have_equal_files
 from pipeline.hub.database import discussion_events as events
 from pipeline.hub.database import discussions as table
 from pipeline.hub.errors import BadRequest, Conflict, HubError, NotFound, RequestError
@@ -397,7 +397,7 @@ def squash(repository: Repository, base: str, head: str, *, message: str, author
             f"The pull request cannot be merged, because both sides changed "
             f"{', '.join(conflicts[:10])}: merge the branch into the pull request first."
         )
-    if read_commit(repository, base).tree == tree:
+    if have_equal_files(repository, base, tree):
         return base
     commit = git(
         repository.folder,
