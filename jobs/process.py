@@ -23,6 +23,7 @@ _PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
 """The system call prctl(2), which changes settings of this process. None on systems other than
 Linux."""
+_AUTOGROUP_ATTEMPTS = 5
 _KILL_SECONDS = 1.0
 
 
@@ -150,13 +151,20 @@ def lower_priority(niceness: int) -> None:
     """
     niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
     os.setpriority(os.PRIO_PROCESS, 0, niceness)
-    # Missing or empty if Linux does not group processes. Linux refuses a write if there are very
-    # many such writes.
-    session = Path("/proc/self/autogroup")
-    with contextlib.suppress(OSError):
-        found = session.read_text().split()
-        if found and int(found[-1]) < niceness:
-            session.write_text(str(niceness))
+    session = Path("/proc/self/autogroup")  # missing or empty if Linux does not group processes
+    for _ in range(_AUTOGROUP_ATTEMPTS):
+        try:
+            found = session.read_text().split()
+            if found and int(found[-1]) < niceness:
+                session.write_text(str(niceness))
+        except BlockingIOError:
+            # Try again later. Linux limits how often files of this kind are written: all processes
+            # without root rights share a limit of ten writes per second.
+            time.sleep(0.1)
+        except OSError:
+            return
+        else:
+            return
 
 
 def _stat(pid: int) -> _Stat | None:

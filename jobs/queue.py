@@ -7,7 +7,7 @@ the order in which deliveries arrive does not matter.
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, true, u
 from jobs.database import reading, writing
 from jobs.errors import HeadAway, NoHead, PendingJob
 from jobs.job import (
-    OPEN_STATES,
+    TRANSITIONS,
     FindHead,
     Head,
     Job,
@@ -31,6 +31,7 @@ from jobs.schema import (
     JOBS,
     end_job,
     fetch_job,
+    is_job_id,
     is_paused,
     is_pending,
     job_from_row,
@@ -47,8 +48,13 @@ from jobs.spec import LOCAL, JobSpec
 HEAD_RETRY_SECONDS = 5.0
 """If the head of a job's ref cannot be read, it is read again after this time."""
 
+KEPT_SECONDS = 7 * 86400.0
+"""`forget_jobs` keeps the jobs that it is told to keep for this long, also if it is then called on
+another machine, which may not know of the releases that need them."""
+
 BATCH = 100
 """One transaction deletes at most this many jobs, with all their deliveries."""
+_ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
 def submit(connection: Connection, request: JobRequest, now: float) -> Job:
@@ -370,33 +376,49 @@ def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
 
 
 def forget_jobs(
-    engine: Engine, before: float, *, newest: int, kept: Collection[str]
+    engine: Engine, clock: Clock, before: float, *, newest: int, kept: Collection[str]
 ) -> Sequence[str]:
     """See `JobStore.forget`. Searches without the store's write lock, and deletes in small
     transactions, so that submissions never wait long for the lock."""
-    of_pipeline = JOBS.alias("of_pipeline")
-    oldest_kept = (
-        select(of_pipeline.c.number)
-        .where(of_pipeline.c.pipeline.is_not_distinct_from(JOBS.c.pipeline))
-        .order_by(of_pipeline.c.number.desc())
-        .offset(newest - 1)
-        .limit(1)
-        .scalar_subquery()
-    )
-    # There is no index on `ended_at`. A job ends after its `run_after`, or a little before, if it
-    # is cancelled while it waits: it is then deleted a little later.
-    old = select(JOBS.c.number).where(
-        JOBS.c.state.not_in(OPEN_STATES),
-        JOBS.c.run_after < before,
-        JOBS.c.ended_at < before,
-        JOBS.c.number < oldest_kept,
-    )
+    with writing(engine) as connection:
+        # A manifest of somebody's own trainer may name anything.
+        numbers = [number_of(each) for each in kept if is_job_id(each)]
+        is_kept = JOBS.c.number.in_(numbers), JOBS.c.ended_at < before
+        until = clock(connection) + KEPT_SECONDS
+        connection.execute(update(JOBS).where(*is_kept).values(lease_until=until))
     with reading(engine) as connection:
-        numbers = list(connection.scalars(old.order_by(JOBS.c.number)))
-    deleted = [number for number in numbers if job_id_of(number) not in kept]
+        deleted = list(_old_jobs(connection, before, newest, clock(connection)))
     for start in range(0, len(deleted), BATCH):
-        batch = deleted[start : start + BATCH]
+        numbers = deleted[start : start + BATCH]
         with writing(engine) as connection:
-            connection.execute(delete(DELIVERIES).where(DELIVERIES.c.job_number.in_(batch)))
-            connection.execute(delete(JOBS).where(JOBS.c.number.in_(batch)))
+            connection.execute(delete(DELIVERIES).where(DELIVERIES.c.job_number.in_(numbers)))
+            connection.execute(delete(JOBS).where(JOBS.c.number.in_(numbers)))
     return [job_id_of(number) for number in deleted]
+
+
+def _old_jobs(connection: Connection, before: float, newest: int, now: float) -> Iterator[int]:
+    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out those
+    that are kept, the last `newest` jobs of each pipeline, and the last `newest` plain commands."""
+    # The condition on `ended_at` alone would select the right jobs, but there is no index on
+    # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
+    # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
+    # is smaller than `before`, `run_after` normally is smaller too, and the query finds the job.
+    # There is one exception: a job that ended while it waited for its first or its next attempt may
+    # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
+    old = select(JOBS.c.number, JOBS.c.pipeline).where(
+        JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
+    )
+    old = old.where(JOBS.c.lease_until.is_(None) | (JOBS.c.lease_until <= now))
+    oldest_kept: dict[str | None, int] = {}
+    for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
+        if pipeline not in oldest_kept:
+            kept = (
+                select(JOBS.c.number)
+                .where(JOBS.c.pipeline.is_not_distinct_from(pipeline))
+                .order_by(JOBS.c.number.desc())
+                .offset(newest - 1)
+                .limit(1)
+            )
+            oldest_kept[pipeline] = connection.scalar(kept) or 0
+        if number < oldest_kept[pipeline]:
+            yield number

@@ -12,7 +12,6 @@ more jobs.
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import (
@@ -123,21 +122,21 @@ SCHEMA_REVISION = "jobs5"
 # Rows
 
 
-_SAME = {field.name for field in fields(Job)} & set(JOBS.c.keys())
-"""The fields of a job that are columns. Some are read in another way."""
-
-
 def job_id_of(number: int) -> str:
     return f"j{number:06d}"
 
 
+def is_job_id(text: str) -> bool:
+    digits = text.removeprefix("j")
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
+    return is_number and job_id_of(int(digits)) == text
+
+
 def number_of(job_id: str) -> int:
     """The number in a job id: 12 for `j000012`. Raises JobNotFound if the text is not a job id."""
-    digits = job_id.removeprefix("j")
-    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
-    if not is_number or job_id_of(int(digits)) != job_id:
+    if not is_job_id(job_id):
         raise JobNotFound(job_id)
-    return int(digits)
+    return int(job_id[1:])
 
 
 def job_from_row(
@@ -153,18 +152,28 @@ def job_from_row(
     if row.state == "SCHEDULING" and not row.by_hand and row.pipeline in paused:
         waits_for = f"{row.pipeline} is paused; to go on: pipeline resume {row.pipeline}"
     outcome = None if row.outcome is None else JobOutcome.model_validate_json(row.outcome)
-    same: dict[str, Any] = {name: getattr(row, name) for name in _SAME}
-    same |= {
-        "id": job_id_of(row.number),
-        "spec": with_revisions(
+    return Job(
+        id=job_id_of(row.number),
+        state=row.state,
+        spec=with_revisions(
             JobSpec.model_validate_json(row.spec), delivery_ids=tuple(dict.fromkeys(delivery_ids))
         ),
-        "payload": None if row.payload is None else json.loads(row.payload),
-        "outcome": outcome if row.ended_at is not None else None,
-        "last_failure": outcome if row.ended_at is None else None,
-        "waits_for": waits_for,
-    }
-    return Job(**same)
+        payload=None if row.payload is None else json.loads(row.payload),
+        outcome=outcome if row.ended_at is not None else None,
+        last_failure=outcome if row.ended_at is None else None,
+        created_at=row.created_at,
+        run_after=row.run_after,
+        started_at=row.started_at,
+        ended_at=row.ended_at,
+        attempt=row.attempt,
+        num_lost=row.num_lost,
+        owner=row.owner,
+        lease_until=row.lease_until,
+        handle=row.handle,
+        cancel_requested=row.cancel_requested,
+        by_hand=row.by_hand,
+        waits_for=waits_for,
+    )
 
 
 def spec_as_json(spec: JobSpec) -> str:

@@ -168,12 +168,25 @@ class JobStore:
             return select_jobs(connection, query)
 
     def waited_since(self, job: Job) -> float:
-        """When the oldest delivery that led to the job was received. If there is none, for example
-        because a person submitted the job, when the job was created."""
+        """When the oldest delivery was received whose commits the job covers: the job's own
+        deliveries and, for a push job, those of the jobs that have failed since the pipeline's last
+        completed one. If there is no delivery, for example because a person submitted the job,
+        returns the time when the job was created."""
+        number, columns = number_of(job.id), JOBS.c
+        is_before = (columns.pipeline == job.spec.pipeline) & columns.by_hand.is_(False)
+        is_before &= columns.number < number
+        done = select(func.max(columns.number)).where(is_before, columns.state == "COMPLETED")
+        failed = select(columns.number).where(is_before, columns.state == "ERROR")
         oldest = select(func.min(DELIVERIES.c.received_at))
         with reading(self._engine) as connection:
-            of_job = oldest.where(DELIVERIES.c.job_number == number_of(job.id))
-            return connection.scalar(of_job) or job.created_at
+            numbers = [number]
+            if not job.by_hand:
+                since = connection.scalar(done) or 0
+                numbers += connection.scalars(failed.where(columns.number > since))
+            received_at: float | None = connection.scalar(
+                oldest.where(DELIVERIES.c.job_number.in_(numbers))
+            )
+        return job.created_at if received_at is None else received_at
 
     def seconds_to_next(self) -> float | None:
         """The number of seconds until `claim` can return a job; 0 if a job is due now. None if no
@@ -391,11 +404,11 @@ class JobStore:
         """Delete the jobs that ended earlier than the time `before`, and the deliveries of these
         jobs. Returns the ids of the deleted jobs.
 
-        Three groups of jobs are not deleted: those in `kept`, the last `newest` jobs of each
-        pipeline, and the last `newest` plain commands. If a sender repeats a deleted delivery, the
-        delivery counts as new.
+        Three groups of jobs are not deleted: the jobs that a caller on any machine has named in
+        `kept` within the last KEPT_SECONDS, the last `newest` jobs of each pipeline, and the last
+        `newest` plain commands. If a sender repeats a deleted delivery, the delivery counts as new.
         """
-        return forget_jobs(self._engine, before, newest=newest, kept=kept)
+        return forget_jobs(self._engine, self._now, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
         """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must

@@ -15,7 +15,9 @@ from cryptography.fernet import Fernet
 from prometheus_client import generate_latest
 
 from jobs.errors import JobNotFound
-from jobs.spec import JobSpec
+from jobs.job import Delivery
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.hub.database import open_database
 from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
@@ -37,6 +39,33 @@ from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
 
 __all__ = ["store"]
+
+
+def test_commit_to_serving_counts_from_the_commit_that_an_earlier_job_failed_over(
+    tmp_path: Path,
+) -> None:
+    now = time.time()
+    with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now) as store:
+        for number in range(2):
+            revisions = RevisionRange(
+                repo="local/facts", ref="refs/heads/main", old_sha=None, new_sha=str(number)
+            )
+            spec = JobSpec(command=("true",), pipeline="facts", revisions=revisions)
+            store.submit(spec, delivery=Delivery(source="hub", id=f"d{number}"))
+            now += 60
+            if number == 0:
+                failing = store.claim("me", 60)
+                assert failing is not None
+        store.finish(failing.id, "me", JobOutcome(result="failed", job_id=failing.id))
+        successor = store.claim("me", 60)
+        assert successor is not None
+        job = store.finish(successor.id, "me", JobOutcome(result="promoted", job_id=successor.id))
+        metrics = RunnerMetrics(store)
+        metrics.count(job)
+        total = metrics.registry.get_sample_value(
+            "pipeline_commit_to_serving_seconds_sum", {"pipeline": "facts"}
+        )
+        assert total == pytest.approx(120)
 
 
 # Retention

@@ -5,6 +5,7 @@ import pytest
 from jobs.errors import JobNotFound
 from jobs.job import Job
 from jobs.outcome import JobOutcome
+from jobs.queue import KEPT_SECONDS
 from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, FAILED, Clock, answer_to, claim, delivery, spec
 
@@ -37,6 +38,9 @@ def test_old_jobs_that_ended_go_with_their_deliveries(store: JobStore, clock: Cl
     assert store.submit(spec("0"), delivery=delivery("d0")).id == old[0]
     again = store.submit(spec("2"), delivery=delivery("d2"))
     assert again.id > young
+    # Another machine does not know who keeps it.
+    assert store.forget(before, newest=1) == []
+    clock.now += KEPT_SECONDS
     assert store.forget(before, newest=1) == [old[0]]
 
 
