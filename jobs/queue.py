@@ -7,7 +7,8 @@ the order in which deliveries arrive does not matter.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 from sqlalchemy import Connection, Engine, delete, func, insert, select, true, update
 
 from jobs.database import reading, writing
-from jobs.errors import HeadAway, NoHead, PendingJob
+from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
     TRANSITIONS,
+    Delivery,
     FindHead,
     Head,
     Job,
@@ -57,34 +59,44 @@ BATCH = 100
 _ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
-def submit(connection: Connection, request: JobRequest, now: float) -> Job:
-    """See `JobStore.submit`. Raises PendingJob if the request is by hand, and the pipeline already
-    has a pending job that was submitted by hand."""
-    if (delivery := request.delivery) is None:
-        return _pending_or_new(connection, request, now)
-    is_same = matches_delivery(delivery.source, delivery.id)
-    answer = connection.scalar(select(DELIVERIES.c.job_number).where(*is_same))
-    if answer is not None:
-        row = connection.execute(select(JOBS).where(JOBS.c.number == answer)).one()
-        if not _failed_or_cancelled(job := job_from_row(row)):
-            return job
-    job = _pending_or_new(connection, request, now)
-    if answer is not None:
-        moved = update(DELIVERIES).where(*is_same).values(job_number=number_of(job.id))
-        connection.execute(moved)
-        return job
-    revisions = request.spec.revisions
-    connection.execute(
-        insert(DELIVERIES).values(
-            source=delivery.source,
-            id=delivery.id,
-            arrival=select(func.coalesce(func.max(DELIVERIES.c.arrival), 0) + 1).scalar_subquery(),
-            announced=None if revisions is None else revisions.new_sha,
-            received_at=now,
-            job_number=number_of(job.id),
-        )
-    )
-    return job
+def submit_all(connection: Connection, requests: Sequence[JobRequest], now: float) -> list[Job]:
+    """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob if a
+    request is by hand, and the pipeline already has a pending job that was submitted by hand."""
+    batch = _Batch(connection, now)
+    known = _known_deliveries(connection, [each.delivery for each in requests if each.delivery])
+    answers = dict(known)
+    new: dict[Delivery, dict[str, Any]] = {}
+    jobs = []
+    for request in requests:
+        delivery = request.delivery
+        if delivery is None:
+            jobs.append(batch.submit(request))
+            continue
+        job = batch.job(answers[delivery]) if delivery in answers else None
+        if job is not None and not _failed_or_cancelled(job):
+            jobs.append(job)
+            continue
+        jobs.append(batch.submit(request))
+        answers[delivery] = number_of(jobs[-1].id)
+        if delivery not in known:
+            revisions = request.spec.revisions
+            new[delivery] = {
+                "source": delivery.source,
+                "id": delivery.id,
+                "announced": None if revisions is None else revisions.new_sha,
+                "received_at": now,
+                "job_number": answers[delivery],
+            }
+    batch.write()
+    if new:
+        arrived = connection.scalar(select(func.max(DELIVERIES.c.arrival))) or 0
+        rows = [{**row, "arrival": at} for at, row in enumerate(new.values(), start=arrived + 1)]
+        connection.execute(insert(DELIVERIES), rows)
+    # The recorded job failed or was cancelled.
+    for delivery in [each for each in known if answers[each] != known[each]]:
+        answer = update(DELIVERIES).where(*matches_delivery(delivery.source, delivery.id))
+        connection.execute(answer.values(job_number=answers[delivery]))
+    return jobs
 
 
 def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
@@ -93,52 +105,110 @@ def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
     return min(first_seen + spec.max_wait_seconds, now + spec.debounce_seconds)
 
 
-def _pending_or_new(connection: Connection, request: JobRequest, now: float) -> Job:
-    """The pipeline's pending push job, with the command and the settings of the request; or a new
-    job."""
-    spec, pipeline = request.spec, request.spec.pipeline
-    if pipeline is None:
-        return _insert(connection, request, now)
-    query = select(JOBS).where(is_pending(pipeline, by_hand=request.by_hand))
-    row = connection.execute(query).one_or_none()
-    if request.by_hand:
-        if row is not None:
-            raise PendingJob(job_id_of(row.number), pipeline)
-        return _insert(connection, request, now)
-    spec = with_revisions(spec, old_sha=None, new_sha=None, delivery_ids=())
-    if row is None:
-        return _insert(connection, replace(request, spec=spec), now)
-    if spec.revisions is None:
-        spec = spec.model_copy(update={"revisions": job_from_row(row).spec.revisions})
-    changed = update(JOBS).where(JOBS.c.number == row.number)
-    values = {**_columns_of(spec, request), "run_after": due_at(spec, row.created_at, now)}
-    return job_from_row(connection.execute(changed.values(values).returning(*JOBS.c)).one())
+def _known_deliveries(
+    connection: Connection, deliveries: Sequence[Delivery]
+) -> Mapping[Delivery, int]:
+    """The deliveries that the store has already recorded: delivery → number of its job."""
+    ids: defaultdict[str, list[str]] = defaultdict(list)
+    for delivery in deliveries:
+        ids[delivery.source].append(delivery.id)
+    known = {}
+    # Use one query per source. With a list of (source, id) pairs, SQLite would not use the index
+    # and would compare every row.
+    for source in ids:
+        query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
+        is_asked = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
+        for row in connection.execute(query.where(*is_asked)):
+            known[Delivery(source=source, id=row.id)] = row.job_number
+    return known
 
 
-def _insert(connection: Connection, request: JobRequest, now: float) -> Job:
-    spec = request.spec
-    new = insert(JOBS).values(
-        **_columns_of(spec, request),
-        pipeline=spec.pipeline,
-        head=None if spec.revisions is None else spec.revisions.new_sha,
-        state="SCHEDULING",
-        created_at=now,
-        run_after=due_at(spec, now, now),
-        attempt=0,
-        num_lost=0,
-        cancel_requested=False,
-        by_hand=request.by_hand,
-    )
-    return job_from_row(connection.execute(new.returning(*JOBS.c)).one())
+class _Batch:
+    """The submissions of one transaction. New jobs are inserted at once. A changed pending job is
+    written only once, by `write`, because one transaction may have many deliveries for it."""
 
+    def __init__(self, connection: Connection, now: float) -> None:
+        self._connection = connection
+        self._now = now
+        self._pending: dict[str, Job | None] = {}
+        """Pipeline → its pending push job, with the changes that are not written yet."""
+        self._changed: set[str] = set()
 
-def _columns_of(spec: JobSpec, request: JobRequest) -> dict[str, Any]:
-    """What each submission to a pending job sets anew."""
-    return {
-        "spec": spec_as_json(spec),
-        "is_local": spec.launcher == LOCAL,
-        "payload": None if request.payload is None else json.dumps(request.payload),
-    }
+    def submit(self, request: JobRequest) -> Job:
+        spec = request.spec
+        pipeline = spec.pipeline
+        if pipeline is None or request.by_hand:
+            if pipeline is not None:
+                query = select(JOBS.c.number).where(is_pending(pipeline, by_hand=True))
+                if (number := self._connection.scalar(query)) is not None:
+                    raise PendingJob(job_id_of(number), pipeline)
+            return self._insert(request)
+        spec = with_revisions(spec, old_sha=None, new_sha=None, delivery_ids=())
+        pending = self._pending_job(pipeline)
+        if pending is None:
+            job = self._pending[pipeline] = self._insert(replace(request, spec=spec))
+            return job
+        if spec.revisions is None:
+            spec = spec.model_copy(update={"revisions": pending.spec.revisions})
+        run_after = due_at(spec, pending.created_at, self._now)
+        job = replace(pending, spec=spec, payload=request.payload, run_after=run_after)
+        self._pending[pipeline] = job
+        self._changed.add(pipeline)
+        return job
+
+    def job(self, number: int) -> Job:
+        """The job, with the changes that this batch has made so far."""
+        for job in self._pending.values():
+            if job is not None and number_of(job.id) == number:
+                return job
+        row = self._connection.execute(select(JOBS).where(JOBS.c.number == number)).one_or_none()
+        if row is None:
+            raise JobNotFound(job_id_of(number))
+        return job_from_row(row)
+
+    def write(self) -> None:
+        for pipeline in self._changed:
+            job = self._pending[pipeline]
+            assert job is not None
+            self._connection.execute(
+                update(JOBS)
+                .where(JOBS.c.number == number_of(job.id))
+                .values(
+                    spec=spec_as_json(job.spec),
+                    is_local=job.spec.launcher == LOCAL,
+                    run_after=job.run_after,
+                    payload=_as_json(job.payload),
+                )
+            )
+
+    def _pending_job(self, pipeline: str) -> Job | None:
+        if pipeline not in self._pending:
+            query = select(JOBS).where(is_pending(pipeline, by_hand=False))
+            row = self._connection.execute(query).one_or_none()
+            self._pending[pipeline] = None if row is None else job_from_row(row)
+        return self._pending[pipeline]
+
+    def _insert(self, request: JobRequest) -> Job:
+        spec = request.spec
+        row = self._connection.execute(
+            insert(JOBS)
+            .values(
+                pipeline=spec.pipeline,
+                head=None if spec.revisions is None else spec.revisions.new_sha,
+                state="SCHEDULING",
+                spec=spec_as_json(spec),
+                payload=_as_json(request.payload),
+                created_at=self._now,
+                run_after=due_at(spec, self._now, self._now),
+                attempt=0,
+                num_lost=0,
+                cancel_requested=False,
+                by_hand=request.by_hand,
+                is_local=spec.launcher == LOCAL,
+            )
+            .returning(*JOBS.c)
+        ).one()
+        return job_from_row(row)
 
 
 def _failed_or_cancelled(job: Job) -> bool:
@@ -146,6 +216,10 @@ def _failed_or_cancelled(job: Job) -> bool:
     repeats a delivery of such a job, the pipeline is behind again. A job that completed before it
     could be cancelled does not count as cancelled, because it has done its work."""
     return job.state in ("ERROR", "CANCELED") or (job.cancel_requested and not job.has_ended)
+
+
+def _as_json(payload: dict[str, Any] | None) -> str | None:
+    return None if payload is None else json.dumps(payload)
 
 
 # Claims
@@ -271,7 +345,7 @@ def _take(
     if late:
         # The head may be older than these deliveries, so they get a new pending job.
         request = JobRequest(spec=found.spec, payload=found.payload)
-        later = number_of(_pending_or_new(connection, request, now).id)
+        later = number_of(_Batch(connection, now).submit(request).id)
         are_late = DELIVERIES.c.job_number == number_of(job.id), DELIVERIES.c.id.in_(late)
         connection.execute(update(DELIVERIES).where(*are_late).values(job_number=later))
         claimed = fetch_job(connection, number_of(job.id))

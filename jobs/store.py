@@ -25,7 +25,7 @@ from jobs.queue import (
     give_way,
     is_claimable,
     is_waiting,
-    submit,
+    submit_all,
 )
 from jobs.schema import (
     DELIVERIES,
@@ -272,8 +272,7 @@ class JobStore:
     def submit_all(self, requests: Sequence[JobRequest]) -> Sequence[Job]:
         """Submit the requests in order, by the rules of `submit`, in one transaction."""
         with writing(self._engine) as connection:
-            now = self._now(connection)
-            return [submit(connection, request, now) for request in requests]
+            return submit_all(connection, requests, self._now(connection))
 
     # What a runner and an agent do
 
