@@ -128,18 +128,11 @@ def test_hf_without_files(talk: Talk) -> None:
     assert not talk.api.repo_exists("local/moved", repo_type="dataset")
 
 
-@pytest.mark.parametrize(
-    "title",
-    [
-        "The \U0001f469\u200d\U0001f52c measured it again",
-        "\u0645\u06cc\u200c\u0631\u0648\u0645",
-        "A character that no Unicode has yet: \U0001fbff",
-    ],
-    ids=["emoji", "persian", "new"],
-)
-def test_a_title_may_have_characters_that_are_not_printed(hub: RunningHub, title: str) -> None:
+def test_a_title_may_have_characters_that_are_not_printed(hub: RunningHub) -> None:
+    # Joined ones, as in emoji and Persian, and one that no Unicode has yet.
+    title = "The \U0001f469\u200d\U0001f52c: \u0645\u06cc\u200c\u0631\u0648\u0645 \U0001fbff"
     on: dict[str, Any] = {"repo_id": "local/titles", "repo_type": "dataset"}
-    hub.api.create_repo(**on, exist_ok=True)
+    hub.api.create_repo(**on)
     made = hub.api.create_discussion(title=title, **on)
     assert made.title == title
     commit = hub.api.upload_file(

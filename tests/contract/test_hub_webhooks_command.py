@@ -145,8 +145,6 @@ def test_a_deletion_is_confirmed(webhooks: Command) -> None:
         (("--watch", "user:x"), "--url or --job-id"),
         (("--watch", "user:x", "--job-id", "j999999"), "no job 'j999999'"),
         (("--watch", "user:x", "--url", "ftp://x/"), "nothing can be posted there"),
-        (("--watch", "user:x", "--url", "http://169.254.169.254/"), "no webhook may call"),
-        (("--watch", "user:x", "--url", NOWHERE, "--secret", "whsec_!"), "base64"),
     ],
 )
 def test_what_cannot_be_created_is_explained(

@@ -27,7 +27,7 @@ from serving.weights.release_store import release_ids
 from serving.weights.verify import verify_release
 from tests.hub_fixtures import TOKEN, RunningHub, running_hub
 from tests.jobs_fixtures import until as wait_until
-from tests.serving_fixtures import echo_app, echo_release, network_release, running
+from tests.serving_fixtures import echo_app, echo_release, network_release, running, server_process
 
 ROOT = Path(__file__).parents[2]
 REPO = "local/answers"
@@ -270,22 +270,9 @@ def following(home: Path, endpoint: str) -> Iterator[str]:
         "PIPELINE_SERVING__FOLLOW_SECONDS": "0.2",
     }
     options = ["--follow", REPO, "--endpoint", endpoint, "--engine", "torch", "--port", "0"]
-    with (home / "log").open("a") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "serve", *options],
-            env={**os.environ, **told},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[-1]
-        process.terminate()
-        process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.communicate()
+    command = ("-m", "pipeline", "serve", *options)
+    with server_process(*command, env={**os.environ, **told}) as (url, _):
+        yield url
 
 
 def answers(url: str) -> str | None:
@@ -303,9 +290,9 @@ def test_a_server_elsewhere_serves_what_main_is(hub: RunningHub, tmp_path: Path)
     push(hub, made / first)
     with following(home, hub.url) as url:
         assert not url.endswith(":1")
-        wait_until(lambda: answers(url) == first)
+        wait_until(lambda: answers(url) == first, seconds=120)  # the server imports torch
         push(hub, made / second)
-        wait_until(lambda: answers(url) == second)
+        wait_until(lambda: answers(url) == second, seconds=120)
 
 
 def test_while_the_hub_is_away_what_was_fetched_is_served(

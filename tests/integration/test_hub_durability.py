@@ -104,13 +104,6 @@ def make_worktree(hub: HubProcess, folder: Path) -> Path:
     return folder
 
 
-def commit(hub: HubProcess, worktree: Path, text: str) -> str:
-    (worktree / "a.txt").write_text(text)
-    hub.git("add", "-A", cwd=worktree)
-    hub.git("commit", "-qm", text, cwd=worktree)
-    return hub.git("rev-parse", "HEAD", cwd=worktree)
-
-
 def new_shas(receiver: Receiver) -> list[str]:
     return [ref["newSha"] for one in receiver.received for ref in one.json.get("updatedRefs", [])]
 
@@ -122,7 +115,7 @@ def test_a_push_before_a_kill_is_delivered_after_it(
     worktree = make_worktree(hub, tmp_path / "facts")
     port = free_port()
     hub.api.create_webhook(url=f"http://127.0.0.1:{port}/", watched=WATCHED)
-    sha = commit(hub, worktree, "1")
+    sha = commit_file(hub, worktree, "a.txt", "1")
     hub.git("push", "-q", "origin", "main", cwd=worktree)
     hub.kill()
     with recording_receiver(port) as receiver:
@@ -139,7 +132,7 @@ def test_the_gap_between_git_and_the_database_is_closed_at_start(
     hub.api.create_webhook(url=receiver.url, watched=WATCHED)
     hub.kill()
     hub.start("before-record")
-    sha = commit(hub, worktree, "1")
+    sha = commit_file(hub, worktree, "a.txt", "1")
     said = hub.git("push", "origin", "main", cwd=worktree, check=False)
     assert "new branch" not in said  # the hub died before it could answer
     assert hub.process is not None

@@ -48,10 +48,6 @@ def new_clone(hub: RunningHub, folder: Path, name: str) -> Path:
     return worktree
 
 
-def files_of(hub: RunningHub, name: str = "local/facts") -> LargeFiles:
-    return LargeFiles(hub.folder(name))
-
-
 def oid(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -121,7 +117,7 @@ def test_a_large_file_that_never_came_is_told(hub: RunningHub, tmp_path: Path) -
     assert any("push it from a clone" in str(each) for each in told)
     # When it comes later, nobody has noted that it does not exist.
     content = b"content"
-    file = files_of(hub, "local/hollow").path("0" * 64)
+    file = LargeFiles(hub.folder("local/hollow")).path("0" * 64)
     file.parent.mkdir(parents=True)
     file.write_bytes(content)
     answer = hub.request("GET", "/datasets/local/hollow/resolve/main/a.bin")

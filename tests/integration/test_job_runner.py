@@ -170,17 +170,12 @@ def test_a_module_that_cannot_be_imported_in_advance_is_done_without(house: Hous
     assert house.ended(job).state == "COMPLETED"
 
 
-def test_run_until_idle_returns_when_nothing_is_left(house: House) -> None:
-    for n in range(2):
-        house.store.submit(JobSpec(command=("true",), debounce_seconds=0.2 * n))
-    house.store.submit(program("write_outcome", "unchanged", "0"))
-    run_until_idle(house)
-    assert {job.state for job in house.store.list()} == {"COMPLETED"}
-
-
-def test_run_until_idle_waits_for_the_lease_of_a_dead_runner(house: House) -> None:
+def test_run_until_idle_waits_for_who_is_due_later_and_for_the_lease_of_a_dead_runner(
+    house: House,
+) -> None:
     house.store.submit(program("write_outcome", "promoted", "0"))
     house.store.claim("dead", 0.5)
     house.store.submit(program("write_outcome", "unchanged", "0"))
+    house.store.submit(JobSpec(command=("true",), debounce_seconds=0.2))
     run_until_idle(house)
-    assert [job.state for job in house.store.list()] == ["COMPLETED", "COMPLETED"]
+    assert [job.state for job in house.store.list()] == ["COMPLETED"] * 3

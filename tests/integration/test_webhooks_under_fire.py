@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx
 
-from tests.hub_fixtures import wait_until
-from tests.integration.test_hub_durability import HubProcess, commit, make_worktree
+from tests.hub_fixtures import commit_file, wait_until
+from tests.integration.test_hub_durability import HubProcess, make_worktree
 from tests.ports import free_port
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 
@@ -85,7 +85,7 @@ def test_each_push_has_its_effect_once_whoever_is_killed(tmp_path: Path) -> None
         hub.api.create_webhook(url=receiver.url, watched=WATCHED, secret="s3cret")
         acknowledged = []
         for number in range(NUM_KILLS):
-            sha = commit(hub, worktree, str(number))
+            sha = commit_file(hub, worktree, "a.txt", str(number))
             push = subprocess.Popen(
                 ["git", "push", "-q", "origin", "main"],
                 cwd=worktree,
@@ -100,7 +100,7 @@ def test_each_push_has_its_effect_once_whoever_is_killed(tmp_path: Path) -> None
                 acknowledged.append(sha)
             for victim in victims:
                 victim.start()
-        last = commit(hub, worktree, "last")
+        last = commit_file(hub, worktree, "a.txt", "last")
         hub.git("push", "-q", "origin", "main", cwd=worktree)
         wait_until(lambda: last in receiver.effects(), seconds=60)
         effects = receiver.effects()
