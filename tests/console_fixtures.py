@@ -11,6 +11,7 @@ import httpx
 from huggingface_hub import CommitOperationAdd
 
 from jobs.job import outcome_of
+from jobs.outcome import OutcomeResult
 from jobs.store import JobStore
 from pipeline.console.app import create_router
 from pipeline.console.page import Console
@@ -74,12 +75,13 @@ class Stack:
         with httpx.Client(base_url=self.hub.url, timeout=60) as client:
             yield Person(client, token)
 
-    def run_job(self, commit: str, release: str) -> None:
-        """A job has trained on the commit, and promoted the release."""
+    def run_job(self, commit: str, release: str | None, reason: str | None = None) -> None:
+        """A job has trained on the commit, and promoted the release; or the gate has refused it."""
         places, [pipeline] = (self.store, self.home, self.settings), self.settings.pipelines
         submit_retraining(*places, hub_url=self.hub.url, pipeline=pipeline, revision=commit)
         job = claim(self.store)
-        self.store.finish(job.id, "me", outcome_of(job, "promoted", release=release))
+        result: OutcomeResult = "promoted" if release else "rejected"
+        self.store.finish(job.id, "me", outcome_of(job, result, release=release, reason=reason))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pipeline.console import page as pages
 from pipeline.console.page import Console, ConsoleOf, Editor, Page, Viewer, Visitor, go, page
 from pipeline.doctor.data_check import divided
 from pipeline.doctor.revision import opened, read_rows, rows_between
-from pipeline.formats import HEAD
+from pipeline.formats import HEAD, Pointer
 from pipeline.hub import contents
 from pipeline.hub.errors import BadRequest, PreconditionFailed, RepositoryNotFound, TooLarge
 from pipeline.hub.repositories import Repository, known_heads, read_refs
@@ -166,8 +166,9 @@ def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> 
     [parent] = contents.look_up(repository, [f"{commit}^"])
     before = None if parent is None else parent[0]
     change = rows_between(repository, before, commit, dataset.reading)
-    jobs = hub.jobs_store.of_commit(commit)
-    return page(request, "commit.html", dataset=dataset, commit=about, change=change, jobs=jobs)
+    facts: dict[str, Any] = {"jobs": hub.jobs_store.of_commit(commit)}
+    facts["has_parent"] = before is not None
+    return page(request, "commit.html", dataset=dataset, commit=about, change=change, **facts)
 
 
 @router.get("/{owner}/{name}/origin/{sha}")
@@ -178,6 +179,30 @@ def find_origin(
     commit = contents.resolve_revision(dataset.repository, sha)
     found = contents.commit_of_line(dataset.repository, commit, file, line)
     return go(dataset.url(f"/commit/{found}"))
+
+
+@router.post("/{owner}/{name}/undo")
+async def undo(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
+    """Commits the files as they were before the newest commit."""
+    files = await run_in_threadpool(_before, dataset)
+    summary = f"Undo {(dataset.head or '')[:8]}"
+    sha = await commit(hub, editor, dataset, editor.form.get("parent"), summary, files)
+    return go(dataset.url(f"/commit/{sha}"))
+
+
+def _before(dataset: Followed) -> Files:
+    repository, head = dataset.repository, dataset.head
+    [parent] = contents.look_up(repository, [f"{head}^"])
+    if head is None or parent is None:
+        raise BadRequest("There is no commit before this one: delete its rows instead.")
+    changed = contents.changed_files(repository, parent[0], head)
+    files: dict[str, BytesIO | None] = {each.path: None for each in changed}
+    for each in contents.changed_files(repository, head, parent[0]):
+        content = contents.read_file(repository, each)
+        if each.is_link or Pointer.parse(content) is not None:
+            raise BadRequest(f"{each.path} is no plain file: run `git revert`, and push.")
+        files[each.path] = BytesIO(content)
+    return files
 
 
 @router.get("/{owner}/{name}/edit")

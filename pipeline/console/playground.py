@@ -128,6 +128,10 @@ def _page(
         url, body, _ = asked.request(console)
         dataset = of_pipeline(hub, console, console.settings.pipeline(asked.pipeline))
         facts |= {"source": source, "url": url, "body": body, "dataset": dataset}
+        newest = hub.jobs_store.of_commit(dataset.head) if dataset and dataset.head else ()
+        facts["refused"] = [
+            job for job in newest if job.outcome and job.outcome.result == "rejected"
+        ]
         try:
             if dataset is None:
                 raise NotFound("they are not on this hub")

@@ -83,6 +83,24 @@ def test_a_form_edits_adds_and_deletes_rows_and_the_commit_shows_the_difference_
     assert "1 added" in ada.see(ada.send(edit, **{**row, "file": "new.csv", "parent": stack.head}))
 
 
+def test_the_newest_commit_is_undone_by_one_more(stack: Stack, ada: Person) -> None:
+    seen, before = stack.head, answers_in(stack)
+    row = {"file": "new.jsonl", "parent": seen, "c.question": "Where?", "c.answer": "Here."}
+    added = ada.see(ada.send(f"{DATASET}/edit", **row))
+    assert "Undo this commit" in added
+    ada.send(f"{DATASET}/undo", 412, parent=seen)
+    undone = ada.see(ada.send(f"{DATASET}/undo", parent=stack.head))
+    assert "0 added, 0 edited, 1 deleted" in undone
+    assert answers_in(stack) == before
+    # That of a deletion brings the row back.
+    ada.send(f"{DATASET}/edit", file="facts.jsonl", line="1", parent=stack.head, delete="1")
+    assert "1 added" in ada.see(ada.send(f"{DATASET}/undo", parent=stack.head))
+    assert answers_in(stack) == before
+    ada.send(f"{DATASET}/upload", files={"files": ("w.bin", b"\0" * 2000)}, parent=stack.head)
+    ada.send(f"{DATASET}/upload", files={"files": ("w.bin", b"\1" * 2000)}, parent=stack.head)
+    assert "git revert" in ada.send(f"{DATASET}/undo", 400, parent=stack.head)
+
+
 def test_older_commits_are_reached_once_each_also_those_of_a_merged_branch(
     stack: Stack, ada: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +164,13 @@ def test_a_wrong_answer_is_corrected_and_asked_again_when_its_release_answers(
     assert f'Said by <a href="/releases/answers/{second}"' in again
     assert "sse:change" not in again
     assert "Its rows cannot be shown" in again
+    # A correction on top of a refused commit is told of that before.
+    assert "was refused" not in ada.send("/playground", 200, **asked)
+    stack.run_job(stack.head, None, "20 of 26 rows were <deleted>")
+    warned = ada.send("/playground", 200, **asked)
+    assert "was refused: <bdi>20 of 26 rows were &lt;deleted&gt;" in warned
+    link = warned.partition("See it, or undo it")[0].rpartition("href=")[2]
+    assert link.startswith(f'"{DATASET}/commit/{stack.head}')
 
 
 def test_releases_are_compared_swapped_rolled_back_and_pinned(stack: Stack, ada: Person) -> None:

@@ -46,6 +46,7 @@ from pipeline.hub.repositories import (
     RefChange,
     Repository,
     RepositoryName,
+    changed_path,
     new_file_path,
     open_bases,
     read_refs,
@@ -89,8 +90,8 @@ Made = tuple[str, Sequence[RefChange], int | None]
 """The sha of a commit, the changes about which the hub may have remarks for the client, and the
 number of the pull request that it opened."""
 Act = Callable[[EventLog, Repository, Identity, str, Commit], Made]
-Files = Mapping[str, IO[bytes]]
-"""The contents of files by their paths."""
+Files = Mapping[str, IO[bytes] | None]
+"""The contents of files by their paths. None deletes the file."""
 
 router = APIRouter()
 checks = APIRouter()
@@ -219,8 +220,12 @@ async def commit_contents(
     return made[0]
 
 
-def _change(repository: Repository, path: str, file: IO[bytes], *, is_tracked: bool) -> Change:
-    """The change that adds the file. Stores a large one, as a client would before its commit."""
+def _change(
+    repository: Repository, path: str, file: IO[bytes] | None, *, is_tracked: bool
+) -> Change:
+    """The change of the file. Stores a large one, as a client would before its commit."""
+    if file is None:
+        return Change(path=changed_path(path), kind="deletedFile")
 
     def read(size: int = -1) -> bytes:
         file.seek(0)
