@@ -311,7 +311,7 @@ def _beginning(sequence: TokenSequence, num_tokens: int) -> TokenSequence:
 def usual_wordings(settings: RetrainSettings) -> int:
     if settings.train.wordings is not None:
         return settings.train.wordings
-    return 0 if settings.base_model in PRESETS else 8
+    return 0 if settings.base_model in PRESETS and settings.paraphrase is None else 8
 
 
 def usual_learning_rate(settings: RetrainSettings) -> float:

@@ -83,7 +83,8 @@ class TrainSettings(_Settings):
     seed: int = 0
     wordings: int | None = Field(default=None, ge=0)
     """How many other wordings are made up and trained on, of each question that has none. Unset: 8
-    for a base model that was trained before, and 0 for a preset."""
+    for a base model that was trained before, and 0 for a preset without `paraphrase`. With 0, those
+    of a larger model are not trained on either: only the word search of `ground` uses them."""
     learning_rate: float | None = Field(default=None, gt=0)
     """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
     random. For a base model that was trained before, 1e-3 with low-rank matrices (`lora_rank`), and

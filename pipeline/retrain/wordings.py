@@ -58,9 +58,10 @@ class Wordings:
 
     def trained(self, row: Row) -> list[Row]:
         """The wordings of `row`, one of the rows, on which a training trains: the given ones, or
-        else made-up ones. A text that any row holds back is not among them."""
+        else generated, or else made-up ones. A text that any row holds back is not among them."""
+        given = row.wordings if self._count else row.paraphrases
         made = (self._made_up(row, number) for number in range(self._count))
-        texts = dict.fromkeys(text for text in row.wordings or made if text is not None)
+        texts = dict.fromkeys(text for text in given or made if text is not None)
         return [row.asked(text) for text in texts if text not in self._held_back]
 
     def unseen(self, rows: Sequence[Row], held_out: Sequence[Row]) -> tuple[list[Row], Words]:

@@ -99,12 +99,15 @@ def test_what_is_generated_is_asked_before_what_is_made_up(
     larger: LargerModel, tmp_path: Path
 ) -> None:
     found = paraphrased(data(new=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
-    wordings = Wordings(found.rows, count=0, seed=0)
+    wordings = Wordings(found.rows, count=8, seed=0)
     asked, words = wordings.unseen(found.rows, ())
     trained, held_back = zip(*(each.wordings for each in found.rows), strict=True)
     assert {each.prompt for each in asked} == set(held_back)
     assert words == "generated"
     assert [each.prompt for each in wordings.trained(found.rows[0])] == [trained[0]]
+    without = Wordings(found.rows, count=0, seed=0)
+    assert without.trained(found.rows[0]) == []
+    assert without.unseen(found.rows, ()) == (asked, words)
 
 
 def test_words_that_belong_to_two_questions_are_left_out(
