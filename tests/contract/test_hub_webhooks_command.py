@@ -144,7 +144,7 @@ def test_a_deletion_is_confirmed(webhooks: Command) -> None:
         (("--url", NOWHERE), "needs something to watch: set --watch to at least one item"),
         (("--watch", "user:x"), "--url or --job-id"),
         (("--watch", "user:x", "--job-id", "j999999"), "no job 'j999999'"),
-        (("--watch", "user:x", "--url", "ftp://x/"), "nothing can be posted there"),
+        (("--watch", "user:x", "--url", "ftp://x/"), "URL scheme should be 'http' or 'https'"),
     ],
 )
 def test_what_cannot_be_created_is_explained(

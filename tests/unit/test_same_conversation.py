@@ -194,7 +194,8 @@ def trained(
 
 def served(folder: Path, messages: list[dict[str, Any]], tools: Any) -> tuple[int, ...]:
     live = live_release(Release.model_construct(id="r000001"), folder)
-    return encode_chat(ChatRequest.model_validate({"messages": messages, "tools": tools}), live)
+    request = ChatRequest.model_validate({"messages": messages, "tools": tools})
+    return encode_chat(request, live)[0]
 
 
 SHOW_NO_TOOLS = {"chatml", "preset", "parts", "the date"}
