@@ -29,6 +29,8 @@ SHUFFLED, LOWERED = 0.5, 0.5
 FRAMED, FRAME_WORDS = 0.3, 3
 """The share of made-up wordings that begin with up to FRAME_WORDS words of another question."""
 TRIES = 8
+MAX_CHARACTERS = 1_000
+"""A release carries no longer questions."""
 UNSEEN = -1
 """The number of the made-up wordings that are asked and not trained on."""
 MAX_UNSEEN = 60
@@ -139,13 +141,14 @@ class Wordings:
 
 def questions_of(rows: Iterable[Row]) -> tuple[Question, ...]:
     """What is asked to get the answers of `rows`. Rows with the same answer are one question. Rows
-    with tools or with earlier turns are left out: their question alone does not say what is
-    meant."""
+    with tools or with earlier turns are left out: their question alone does not say what is meant.
+    So are those that ask about a whole text, which would make the release large."""
     found: defaultdict[tuple[Kind, str], list[Row]] = defaultdict(list)
     for row in rows:
         if row.answer is None or row.last_question is None or row.tools or row.kind == "text":
             continue
-        if all(message["role"] == "system" for message in row.taught[:-2]):
+        is_short = len(row.last_question) <= MAX_CHARACTERS
+        if is_short and all(message["role"] == "system" for message in row.taught[:-2]):
             found[row.kind, row.answer].append(row)
     return tuple(
         Question(

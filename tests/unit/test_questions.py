@@ -72,6 +72,7 @@ def test_rows_with_one_answer_are_one_question(tmp_path: Path) -> None:
         chat("Do you take cards?", "Yes.", 3, generated=("cards taken",)),
         Row(prompt="Can I pay by card?", completion="Yes.", file="a.jsonl", number=4),
         Row(text="Cards are fine.", file="a.txt", number=0),
+        chat("Sum up this page. " * 100, "Too long.", 5),
     ]
     found = questions_of(rows)
     texts = (
