@@ -6,6 +6,7 @@ the temporary file is renamed to the name of the old file, and so replaces it.
 """
 
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from typing import BinaryIO
 REPLACING = ".replacing-"
 """A new file or link has a temporary name until it replaces the old one. The temporary name begins
 with this prefix."""
+_ABANDONED_SECONDS = 60.0
+"""After this time, a temporary file or link counts as abandoned, because its writer was probably
+killed."""
 
 
 @contextmanager
@@ -60,6 +64,23 @@ def link_atomically(link: Path, target: str) -> None:
 
 def replacement_path(folder: Path) -> Path:
     return folder / f"{REPLACING}{uuid.uuid4().hex[:8]}"
+
+
+def is_abandoned(entry: Path) -> bool:
+    """Whether `entry` is a temporary file or link whose writer was probably killed before the
+    rename.
+
+    This function cannot find out whether the writer still runs, because some writers hold no lock.
+    So it decides by the age of the entry. Use it only in folders where all temporary files are
+    small: the writer of a large file, such as a checkpoint, may pause for more than a minute, and
+    the file would then count as abandoned.
+    """
+    if not entry.name.startswith(REPLACING):
+        return False
+    try:
+        return time.time() - entry.lstat().st_mtime > _ABANDONED_SECONDS
+    except FileNotFoundError:
+        return False
 
 
 def fsync(path: Path) -> None:

@@ -32,7 +32,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
 
 from serving.errors import ReleaseError, Superseded, is_temporary
-from serving.weights.atomic_file import REPLACING, fsync, link_atomically, write_atomically
+from serving.weights.atomic_file import fsync, is_abandoned, link_atomically, write_atomically
 from serving.weights.release import RELEASE_FILE, Release, parse
 
 logger = logging.getLogger(__name__)
@@ -410,9 +410,9 @@ def sweep_locked(pipeline_dir: Path, *, is_purge: bool = False) -> None:
     stood in the place of the link `current`. But with `is_purge`, the OSError is raised, because a
     purge must not report that everything is gone.
     """
-    with _served_lock(pipeline_dir):  # so that nobody writes anything here
-        left = [e for e in pipeline_dir.iterdir() if e.name.startswith((UNFINISHED, REPLACING))]
-    for entry in left:
+    for entry in list(pipeline_dir.iterdir()):
+        if not (entry.name.startswith(UNFINISHED) or is_abandoned(entry)):
+            continue
         with nullcontext() if is_purge else suppress(OSError):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

@@ -254,9 +254,11 @@ def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> No
     (tmp_path / ".unfinished-1" / "model.safetensors").write_bytes(b"half")
     os.symlink("r000001-00000000", tmp_path / ".unfinished-2")
     os.symlink("r000001-00000000", tmp_path / ".replacing-1")
+    os.utime(tmp_path / ".replacing-1", (0, 0), follow_symlinks=False)
+    (tmp_path / ".replacing-2").write_text("r000001-00000000\n")
 
     def left() -> set[str]:
-        return {path.name for path in tmp_path.iterdir()} - {".lock", ".served.lock"}
+        return {path.name for path in tmp_path.iterdir()} - {".lock"}
 
     before = left()
     with release_store.release_lock(tmp_path):
