@@ -191,7 +191,7 @@ def test_too_small_a_disk_is_seen_before_writing(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
     with pytest.raises(NotEnoughSpace, match="10 bytes are free"):
         published(tmp_path)
-    assert set(os.listdir(tmp_path / "releases" / "answers")) == {".lock", ".served.lock"}
+    assert set(os.listdir(tmp_path / "releases" / "answers")) == {".lock"}
 
 
 def test_a_disk_that_fills_up_leaves_nothing(
@@ -207,7 +207,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(NotEnoughSpace, match="filled up"):
         published(tmp_path)
-    assert set(os.listdir(tmp_path / "releases" / "answers")) == {".lock", ".served.lock"}
+    assert set(os.listdir(tmp_path / "releases" / "answers")) == {".lock"}
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
