@@ -12,13 +12,14 @@ at https://git-scm.com/docs/git-fast-import.
 import secrets
 import tempfile
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import IO, Literal, TypeVar
+from typing import IO, Annotated, Literal, TypeVar
 
-from pydantic import Base64Bytes, BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from pipeline.formats import OID, Pointer
 from pipeline.hub.contents import (
@@ -74,7 +75,7 @@ class _Value(BaseModel):
     `lfsFile` the sha256."""
 
     path: str
-    content: Base64Bytes = b""
+    content: Annotated[bytes, BeforeValidator(partial(b64decode, validate=True))] = b""
     encoding: Literal["base64"] = "base64"
     oid: str = Field(default="", pattern=f"^({OID.pattern})?$")
     algo: Literal["sha256"] = "sha256"
