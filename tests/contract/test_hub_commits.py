@@ -206,6 +206,11 @@ def test_a_folder_that_the_same_commit_puts_over_a_file_is_not_there_to_delete(
         (b'{"key": "header", "value": {"summary": "x"}}\n{"key": "boom", "value": 1}', "'file'"),
         (
             b'{"key": "header", "value": {"summary": "x"}}\n'
+            b'{"key": "file", "value": {"path": "a", "content": "%%", "encoding": "base64"}}',
+            "base64 data",
+        ),
+        (
+            b'{"key": "header", "value": {"summary": "x"}}\n'
             b'{"key": "lfsFile", "value": {"path": "a", "oid": "%s"}}' % (b"a" * 64),
             "upload the file before",
         ),
