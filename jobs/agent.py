@@ -25,7 +25,6 @@ import multiprocessing
 import os
 import runpy
 import secrets
-import select
 import shutil
 import signal
 import sys
@@ -76,6 +75,9 @@ URL, TICKET = "JOB_URL", "JOB_TICKET"
 the start of it."""
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SIGNALS_OF_AGENT = (*_STOP_SIGNALS, signal.SIGCHLD, signal.SIGALRM, BEAT_NOW)
+"""An agent blocks them, and takes one after another from those that wait (sigwait(3))."""
+_SHORTEST_PAUSE = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +115,9 @@ def run(attempt: Attempt) -> None:
     # whether this attempt may begin.
     wait_here, go = os.pipe()
     errors, report = os.pipe()
-    # Block stop signals before the fork. A signal that arrives before the command's process has
-    # restored the default action waits until then, instead of being lost (on Linux).
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    # Before the fork: a stop signal that arrives before the command's process has restored the
+    # default action waits until then, instead of being lost (on Linux).
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_AGENT)
     # Fork before the agent opens the store: its connections do not survive a fork.
     command_pid = os.fork()
     if command_pid == 0:
@@ -124,7 +126,7 @@ def run(attempt: Attempt) -> None:
         die_with_parent(agent)
         for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS_OF_AGENT)
         if not os.read(wait_here, 1):
             os._exit(1)
         os.close(wait_here)
@@ -152,7 +154,8 @@ class _Agent:
         """When the command is killed. This time and the next two are by the monotonic clock."""
         self._deadline = math.inf
         self._next_beat = 0.0
-        self._woken = _wake_at_signals()
+        # The system forgets signals of children that nobody handles, also if they are blocked.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> NoReturn:
         try:
@@ -197,11 +200,11 @@ class _Agent:
                 self._kill_at = now + 1.0
                 signal_session(self._me, signal.SIGKILL)
             pause = min(self._next_beat, self._deadline, self._kill_at) - now
-            select.select([self._woken], [], [], max(0.0, pause))
-            received = _received(self._woken)
-            if BEAT_NOW in received:
+            signal.setitimer(signal.ITIMER_REAL, max(_SHORTEST_PAUSE, pause))
+            received = signal.sigwait(_SIGNALS_OF_AGENT)
+            if received == BEAT_NOW:
                 self._next_beat = 0.0
-            if signal.SIGTERM in received:
+            if received == signal.SIGTERM:
                 self._stop("shutdown", time.monotonic())
             self._reap()
 
@@ -252,26 +255,6 @@ class _Agent:
                 os.wait()
             except ChildProcessError:
                 return
-
-
-def _wake_at_signals() -> int:
-    """Make the signals of an agent readable: a descriptor from which their numbers can be read."""
-    woken, wake = os.pipe()
-    for end in (woken, wake):
-        os.set_blocking(end, False)
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGCHLD, BEAT_NOW):
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
-    return woken
-
-
-def _received(woken: int) -> bytes:
-    with contextlib.suppress(BlockingIOError):
-        return os.read(woken, 4096)
-    return b""
 
 
 def _hold_computing_lock(path: Path) -> None:
