@@ -12,6 +12,7 @@ more jobs.
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from sqlalchemy import (
@@ -122,6 +123,10 @@ SCHEMA_REVISION = "jobs5"
 # Rows
 
 
+_FIELDS = [each.name for each in fields(Job) if each.name in JOBS.c]
+"""The fields of `Job` that have a column."""
+
+
 def job_id_of(number: int) -> str:
     return f"j{number:06d}"
 
@@ -152,28 +157,17 @@ def job_from_row(
     if row.state == "SCHEDULING" and not row.by_hand and row.pipeline in paused:
         waits_for = f"{row.pipeline} is paused; to go on: pipeline resume {row.pipeline}"
     outcome = None if row.outcome is None else JobOutcome.model_validate_json(row.outcome)
-    return Job(
-        id=job_id_of(row.number),
-        state=row.state,
-        spec=with_revisions(
+    facts = {name: getattr(row, name) for name in _FIELDS} | {
+        "id": job_id_of(row.number),
+        "spec": with_revisions(
             JobSpec.model_validate_json(row.spec), delivery_ids=tuple(dict.fromkeys(delivery_ids))
         ),
-        payload=None if row.payload is None else json.loads(row.payload),
-        outcome=outcome if row.ended_at is not None else None,
-        last_failure=outcome if row.ended_at is None else None,
-        created_at=row.created_at,
-        run_after=row.run_after,
-        started_at=row.started_at,
-        ended_at=row.ended_at,
-        attempt=row.attempt,
-        num_lost=row.num_lost,
-        owner=row.owner,
-        lease_until=row.lease_until,
-        handle=row.handle,
-        cancel_requested=row.cancel_requested,
-        by_hand=row.by_hand,
-        waits_for=waits_for,
-    )
+        "payload": None if row.payload is None else json.loads(row.payload),
+        "outcome": outcome if row.ended_at is not None else None,
+        "last_failure": outcome if row.ended_at is None else None,
+        "waits_for": waits_for,
+    }
+    return Job(**facts)
 
 
 def spec_as_json(spec: JobSpec) -> str:
