@@ -124,52 +124,45 @@ def _known_deliveries(
 
 
 class _Batch:
-    """The submissions of one transaction. New jobs are inserted at once. A changed pending job is
-    written only once, by `write`, because one transaction may have many deliveries for it."""
+    """The submissions of one transaction. New jobs are inserted at once. A pending push job gets
+    its changes only once, by `write`, because one transaction may have many deliveries for it."""
 
     def __init__(self, connection: Connection, now: float) -> None:
         self._connection = connection
         self._now = now
-        self._pending: dict[str, Job | None] = {}
+        self._pending: dict[str, Job] = {}
         """Pipeline → its pending push job, with the changes that are not written yet."""
-        self._changed: set[str] = set()
 
     def submit(self, request: JobRequest) -> Job:
         spec = request.spec
         pipeline = spec.pipeline
         if pipeline is None or request.by_hand:
-            if pipeline is not None:
-                query = select(JOBS.c.number).where(is_pending(pipeline, by_hand=True))
-                if (number := self._connection.scalar(query)) is not None:
-                    raise PendingJob(job_id_of(number), pipeline)
+            if pipeline is not None and (other := self._find(is_pending(pipeline, by_hand=True))):
+                raise PendingJob(other.id, pipeline)
             return self._insert(request)
         spec = with_revisions(spec, old_sha=None, new_sha=None, delivery_ids=())
-        pending = self._pending_job(pipeline)
+        pending = self._pending.get(pipeline) or self._find(is_pending(pipeline, by_hand=False))
         if pending is None:
-            job = self._pending[pipeline] = self._insert(replace(request, spec=spec))
-            return job
-        if spec.revisions is None:
-            spec = spec.model_copy(update={"revisions": pending.spec.revisions})
-        run_after = due_at(spec, pending.created_at, self._now)
-        job = replace(pending, spec=spec, payload=request.payload, run_after=run_after)
+            job = self._insert(replace(request, spec=spec))
+        else:
+            if spec.revisions is None:
+                spec = spec.model_copy(update={"revisions": pending.spec.revisions})
+            run_after = due_at(spec, pending.created_at, self._now)
+            job = replace(pending, spec=spec, payload=request.payload, run_after=run_after)
         self._pending[pipeline] = job
-        self._changed.add(pipeline)
         return job
 
     def job(self, number: int) -> Job:
         """The job, with the changes that this batch has made so far."""
         for job in self._pending.values():
-            if job is not None and number_of(job.id) == number:
+            if number_of(job.id) == number:
                 return job
-        row = self._connection.execute(select(JOBS).where(JOBS.c.number == number)).one_or_none()
-        if row is None:
+        if (found := self._find(JOBS.c.number == number)) is None:
             raise JobNotFound(job_id_of(number))
-        return job_from_row(row)
+        return found
 
     def write(self) -> None:
-        for pipeline in self._changed:
-            job = self._pending[pipeline]
-            assert job is not None
+        for job in self._pending.values():
             self._connection.execute(
                 update(JOBS)
                 .where(JOBS.c.number == number_of(job.id))
@@ -181,12 +174,9 @@ class _Batch:
                 )
             )
 
-    def _pending_job(self, pipeline: str) -> Job | None:
-        if pipeline not in self._pending:
-            query = select(JOBS).where(is_pending(pipeline, by_hand=False))
-            row = self._connection.execute(query).one_or_none()
-            self._pending[pipeline] = None if row is None else job_from_row(row)
-        return self._pending[pipeline]
+    def _find(self, condition: Any) -> Job | None:
+        row = self._connection.execute(select(JOBS).where(condition)).one_or_none()
+        return None if row is None else job_from_row(row)
 
     def _insert(self, request: JobRequest) -> Job:
         spec = request.spec
