@@ -2,8 +2,8 @@
 session of the command (setsid(2)), writes the log, sends the heartbeats, stops the command when it
 must end, and records how the attempt ended. An agent goes on when its runner dies.
 
-If the attempt is not the current one of its job any more, its calls raise LeaseLost or JobNotFound.
-The agent then ends the command and leaves everything else alone.
+If the attempt is not the current one of its job any more, its calls raise LeaseLost. The agent then
+ends the command and leaves everything else alone.
 
 On a runner's machine, agents are forked on Linux from the *fork server* of `multiprocessing`: a
 process that has imported heavy modules once, so that a job need not import them. It ends when its
@@ -41,7 +41,6 @@ from typing import Any, NoReturn
 from jobs.attempt import AttemptOnHub, Calls, lay_out, until_it_works
 from jobs.errors import (
     TEMPORARY_FAILURE,
-    JobNotFound,
     LaunchError,
     LeaseLost,
     StoreError,
@@ -166,7 +165,7 @@ class _Agent:
             self._watch()
             self._end_processes()
             until_it_works(self._attempt.job_id, self._finish)
-        except (LeaseLost, JobNotFound) as error:
+        except LeaseLost as error:
             logger.warning("%s", error)
         except BaseException:
             logger.exception("The agent of job %s failed.", self._attempt.job_id)

@@ -100,8 +100,8 @@ class Finished(_Message):
 
 
 class Calls(Protocol):
-    """All raise LeaseLost or JobNotFound if the attempt is not the current one of its job any more,
-    and StoreError if the store cannot be reached now."""
+    """All raise LeaseLost if the attempt is not the current one of its job any more, and StoreError
+    if the store cannot be reached now."""
 
     def start(self, handle: str) -> Job:
         """`handle` names the agent. A second call with the same one changes nothing."""

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from jobs.agent import TICKET, URL
 from jobs.attempt import GIVE_UP_SECONDS
-from jobs.errors import JobNotFound, LaunchError, LeaseLost
+from jobs.errors import LaunchError, LeaseLost
 from jobs.job import Job, outcome_of, start_ticket
 from jobs.launcher import EngineStatus, Launcher
 from jobs.outcome import JobOutcome
@@ -133,7 +133,7 @@ class Engines:
         if status.state in ("queued", "running"):
             assert job.lease_until is not None
             if job.handle is None:
-                with contextlib.suppress(LeaseLost, JobNotFound):  # ended meanwhile
+                with contextlib.suppress(LeaseLost):  # ended meanwhile
                     lease_seconds = self._settings.lease_seconds
                     self._store.heartbeat(job.id, job.owner, lease_seconds, is_queued=True)
                 return
@@ -148,7 +148,7 @@ class Engines:
     def _cancel_queued(self, job: Job) -> None:
         """Cancel an attempt that no agent has begun."""
         assert job.owner is not None
-        with contextlib.suppress(LeaseLost, JobNotFound):  # an agent has begun it meanwhile
+        with contextlib.suppress(LeaseLost):  # an agent has begun it meanwhile
             self._store.release(job.id, job.owner, only_unbegun=True)
             logger.info("Job %s is cancelled before its agent has begun.", job.id)
 

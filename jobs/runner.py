@@ -363,7 +363,7 @@ class Runner:
     def _record(self, job: Job, result: JobOutcome | Lost | None) -> None:
         try:
             _log_end(record_result(self._store, job, result, self._settings))
-        except (LeaseLost, JobNotFound) as lost:
+        except LeaseLost as lost:
             logger.warning("%s", lost)
 
 

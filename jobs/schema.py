@@ -230,13 +230,13 @@ def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
-    """The job. Raises LeaseLost if the job is not running, or if the lease is not `owner`'s any
-    more. It does not check whether the lease has run out. Raises JobNotFound if there is no such
-    job."""
-    job = fetch_job(connection, number_of(job_id))
-    if job.state != "RUNNING" or job.owner != owner:
+    """The job. Raises LeaseLost if there is no such job, if it is not running, or if the lease is
+    not `owner`'s any more. It does not check whether the lease has run out."""
+    is_leased = JOBS.c.number == number_of(job_id), JOBS.c.state == "RUNNING"
+    found = select_jobs(connection, select(JOBS).where(*is_leased, JOBS.c.owner == owner))
+    if not found:
         raise LeaseLost(job_id, owner)
-    return job
+    return found[0]
 
 
 def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: float) -> Job:

@@ -14,13 +14,8 @@ from sqlalchemy.exc import DataError, OperationalError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
-from pipeline.hub.errors import (
-    BadRequest,
-    Conflict,
-    DiskFull,
-    RequestError,
-    TooLarge,
-)
+from jobs.errors import JobNotFound, LeaseLost
+from pipeline.hub.errors import BadRequest, Conflict, DiskFull, NotFound, RequestError, TooLarge
 from serving.http.server import BodiesInFlight
 
 _HEADER_CHARACTERS = 4000
@@ -79,6 +74,11 @@ async def _on_wrong_query(request: Request, error: Exception) -> Response:
     return await on_request_error(request, wrong)
 
 
+async def _on_job_error(request: Request, error: Exception) -> Response:
+    kind = NotFound if isinstance(error, JobNotFound) else Conflict
+    return await on_request_error(request, kind(str(error)))
+
+
 async def _on_wrong_text(request: Request, _: Exception) -> Response:
     # SQLite stores every text.
     wrong = BadRequest("A text of this request has a NUL character, or is too long: correct it.")
@@ -107,6 +107,8 @@ async def _on_crash(_: Request, error: Exception) -> Response:
 EXCEPTION_HANDLERS: dict[Any, Any] = {
     RequestError: on_request_error,
     RequestValidationError: _on_wrong_query,
+    JobNotFound: _on_job_error,
+    LeaseLost: _on_job_error,
     DataError: _on_wrong_text,
     OSError: _on_failed_disk,
     OperationalError: _on_failed_disk,

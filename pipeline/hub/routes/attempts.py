@@ -23,7 +23,6 @@ from jobs.attempt import (
     is_record,
     lay_out,
 )
-from jobs.errors import JobNotFound, LeaseLost
 from jobs.folder import OUTCOME, write_by_rename
 from jobs.job import Job, attempt_token, is_start_ticket, job_of_token, running_job, unseal
 from jobs.outcome_of_exit import record_result
@@ -73,10 +72,7 @@ def start(
     if not is_start_ticket(_sent(request), job, hub.secret_key):
         raise Unauthorized(f"This is not the ticket of this attempt of job {job.id}.")
     assert job.owner is not None
-    try:
-        job = hub.jobs_store.started(job.id, job.owner, body.handle)
-    except (LeaseLost, JobNotFound) as error:
-        raise Conflict(str(error)) from None
+    job = hub.jobs_store.started(job.id, job.owner, body.handle)
     _beat(hub, job)  # it may have waited in its engine's queue until its lease has run out
     folder = hub.jobs_dir / job.id
     lay_out(folder, job)
@@ -114,10 +110,7 @@ async def extend(
 
 def _beat(hub: HubOf, job: Job) -> Orders:
     assert job.owner is not None
-    try:
-        return beat(hub.jobs_store, job.id, job.owner, hub.elsewhere.settings)
-    except (LeaseLost, JobNotFound) as error:
-        raise Conflict(str(error)) from None
+    return beat(hub.jobs_store, job.id, job.owner, hub.elsewhere.settings)
 
 
 @router.post("/finish")
@@ -127,14 +120,10 @@ async def finish(
     """Record the end. The release of a retraining is taken from the branch of the attempt before,
     which may take minutes. Until then, the hub extends the lease in the agent's place."""
     ending = asyncio.create_task(run_in_threadpool(_end, hub, job, body))
-    try:
-        while not (await asyncio.wait({ending}, timeout=hub.elsewhere.settings.heartbeat_seconds))[
-            0
-        ]:
-            await run_in_threadpool(_beat, hub, job)
-        return Finished(state=(await ending).state)
-    except (LeaseLost, JobNotFound) as error:
-        raise Conflict(str(error)) from None
+    seconds = hub.elsewhere.settings.heartbeat_seconds
+    while not (await asyncio.wait({ending}, timeout=seconds))[0]:
+        await run_in_threadpool(_beat, hub, job)
+    return Finished(state=(await ending).state)
 
 
 def _end(hub: HubOf, job: Job, finish: Finish) -> Job:

@@ -94,10 +94,7 @@ _OWN = [Depends(hubs_own)]
 
 
 def _found(hub: HubOf, id: str) -> Job:
-    try:
-        return hub.jobs_store.get(id)
-    except JobNotFound as error:
-        raise NotFound(str(error)) from None
+    return hub.jobs_store.get(id)
 
 
 Found = Annotated[Job, Depends(_found)]
