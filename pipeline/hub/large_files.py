@@ -61,20 +61,22 @@ class LargeFiles:
     async def receive(self, body: AsyncIterator[bytes], oid: str, size: int) -> None:
         """Stores a file that a client sends. Raises BadRequest if it does not have `size` bytes and
         the sha256 `oid`."""
-        with self._draft(size) as draft:
+        digest = hashlib.sha256()
+        with temporary_file(self.incoming, below=self._folder) as file:
             async for piece in body:
-                await asyncio.to_thread(draft.write, piece)
-            await asyncio.to_thread(self._adopt, draft, oid)
+                await asyncio.to_thread(_write, file, digest, piece, size)
+            await asyncio.to_thread(self._adopt, file, digest.hexdigest(), oid, size)
 
     def store(self, pieces: Iterable[bytes], oid: str | None, size: int) -> str:
         """As `receive`, for content that is already on this machine. If `oid` is None, the content
         may have any sha256. Returns its sha256."""
-        with self._draft(size) as draft:
+        digest = hashlib.sha256()
+        with temporary_file(self.incoming, below=self._folder) as file:
             for piece in pieces:
-                draft.write(piece)
-            oid = oid or draft.hash.hexdigest()
-            self._adopt(draft, oid)
-        return oid
+                _write(file, digest, piece, size)
+            found = digest.hexdigest()
+            self._adopt(file, found, oid or found, size)
+        return found
 
     def link(self, source: Path, oid: str, size: int) -> None:
         """Stores a file of this machine that nothing ever writes to again, as a second name of it
@@ -91,19 +93,18 @@ class LargeFiles:
                 self.store(iter(partial(file.read, CHUNK_BYTES), b""), oid, size)
         fsync_dir(path.parent)
 
-    def _adopt(self, draft: "_Draft", oid: str) -> None:
-        """Moves a complete draft to its path. Raises BadRequest if it is not the announced file."""
+    def _adopt(self, file: BinaryIO, found: str, oid: str, size: int) -> None:
+        """Moves a complete file to its path; `found` is its sha256. Raises BadRequest if it is not
+        the announced file."""
         path = self.path(oid)
-        if draft.num_bytes != draft.size:
-            raise BadRequest(
-                f"{draft.num_bytes} bytes came instead of {draft.size}: send the file again."
-            )
-        if (found := draft.hash.hexdigest()) != oid:
+        if (came := file.tell()) != size:
+            raise BadRequest(f"{came} bytes came instead of {size}: send the file again.")
+        if found != oid:
             raise BadRequest(
                 f"The file that came has the sha256 {found} instead of {oid}: "
                 "the file changed while it was sent, so send it again."
             )
-        publish(draft.file, path, below=self._folder)
+        publish(file, path, below=self._folder)
 
     def oids(self) -> Iterator[str]:
         """The sha256 of every stored file."""
@@ -132,31 +133,16 @@ class LargeFiles:
         """Deletes all unfinished files. Called only while no client sends a file."""
         shutil.rmtree(self.incoming, ignore_errors=True)
 
-    @contextlib.contextmanager
-    def _draft(self, size: int) -> Iterator["_Draft"]:
-        with temporary_file(self.incoming, below=self._folder) as file:
-            yield _Draft(file, size)
 
-
-class _Draft:
-    """A file that is being written. It must have `size` bytes in the end."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file = file
-        self.size = size
-        self.num_bytes = 0
-        self.hash = hashlib.sha256()
-        """The sha256 of what is written so far."""
-
-    def write(self, piece: bytes) -> None:
-        self.num_bytes += len(piece)
-        if self.num_bytes > self.size:
-            raise BadRequest(
-                f"The client announced {self.size} bytes and sent more: the file changed while it "
-                "was sent, so send it again."
-            )
-        self.file.write(piece)
-        self.hash.update(piece)
+def _write(file: BinaryIO, digest: "hashlib._Hash", piece: bytes, size: int) -> None:
+    """Writes one more piece of a file that must have `size` bytes in the end."""
+    if file.tell() + len(piece) > size:
+        raise BadRequest(
+            f"The client announced {size} bytes and sent more: the file changed while it was sent, "
+            "so send it again."
+        )
+    file.write(piece)
+    digest.update(piece)
 
 
 @contextlib.contextmanager
