@@ -460,16 +460,14 @@ def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
     return json_grammar({**schema, "$defs": arguments}, "tool_choice", whitespace_flexible=False)
 
 
-def _with_root(schema: Any, root: str) -> Any:
+def _with_root(schema: dict[str, Any], root: str) -> Any:
     """`schema`, changed so that its references to its own parts are right when it stands at the
     place `root` of a larger schema."""
-    if isinstance(schema, list):
-        return [_with_root(each, root) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: root + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _with_root(value, root)
-        for name, value in schema.items()
-    }
+
+    def rooted(part: dict[str, Any]) -> dict[str, Any]:
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            part["$ref"] = root + reference[1:]
+        return part
+
+    return json.loads(json.dumps(schema), object_hook=rooted)

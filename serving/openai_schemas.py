@@ -210,7 +210,8 @@ def json_grammar(schema: Any, param: str, **options: Any) -> Grammar:
     except ValueError as error:
         raise invalid(param, f"the JSON schema is not JSON: {error}") from None
     if isinstance(found, dict):
-        found = _without_unique_items(found) | ({"x-guidance": options} if options else {})
+        found = json.loads(json.dumps(found), object_hook=_without_unique_items)
+        found |= {"x-guidance": options} if options else {}
     elif not isinstance(found, bool):
         raise invalid(param, "a JSON schema is an object")
     return _grammar("json_schema", json.dumps(found), param)
@@ -223,19 +224,13 @@ def _grammar(kind: GrammarKind, text: str, param: str) -> Grammar:
     return Grammar(kind=kind, text=text, param=param)
 
 
-def _without_unique_items(schema: Any) -> Any:
-    """`schema` without the keyword `uniqueItems`, which no engine can check. pydantic writes this
-    keyword for each `set`. A property or an enum's value of this name goes too if it is a
-    boolean."""
-    if isinstance(schema, list):
-        return [_without_unique_items(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: _without_unique_items(value)
-        for name, value in schema.items()
-        if not (name == "uniqueItems" and isinstance(value, bool))
-    }
+def _without_unique_items(part: dict[str, Any]) -> dict[str, Any]:
+    """An object in a schema, without the keyword `uniqueItems`, which no engine can check. pydantic
+    writes this keyword for each `set`. A property or an enum's value of this name goes too if it is
+    a boolean."""
+    if isinstance(part.get("uniqueItems"), bool):
+        del part["uniqueItems"]
+    return part
 
 
 def _marked(grammar: str) -> str:
