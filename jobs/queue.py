@@ -13,11 +13,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select, true, update
+from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 
 from jobs.database import reading, writing
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
+    OPEN_STATES,
     TRANSITIONS,
     Delivery,
     FindHead,
@@ -229,19 +230,12 @@ def claim_job(
 ) -> Job | None:
     """See `JobStore.claim`."""
     with reading(engine) as connection:
-        now = clock(connection)
-        goes_on = _goes_on(now) & _runs_there(is_local)
-        query = select(JOBS.c.number).where(goes_on).order_by(JOBS.c.run_after, JOBS.c.number)
-        again = connection.scalar(query.limit(1))
-        job = _due(connection, now, is_local) if again is None else None
-    if again is not None:
-        with writing(engine) as connection:
-            return _take_again(connection, again, owner, lease_seconds, clock(connection))
+        job = _due(connection, clock(connection), is_local)
     if job is None:
         return None
     head, failed = None, None
     try:
-        if job.trains_head and find_head is not None:
+        if job.state == "SCHEDULING" and job.trains_head and find_head is not None:
             head = find_head(job)
     except HeadAway as away:
         with writing(engine) as connection:
@@ -252,69 +246,64 @@ def claim_job(
     except NoHead as error:
         failed = outcome_of(job, "failed", stage="claim", reason=str(error))
     with writing(engine) as connection:
-        return _take(connection, job, owner, lease_seconds, head, failed, clock(connection))
+        now = clock(connection)
+        # Check again under the write lock.
+        is_it = JOBS.c.number == number_of(job.id), JOBS.c.state == job.state
+        still_due = select(JOBS).where(_is_due(now), *is_it)
+        found = next(iter(select_jobs(connection, still_due, may_wait=False)), None)
+        if found is None:
+            return None
+        lease = {"owner": owner, "lease_until": now + lease_seconds}
+        if found.state == "RUNNING":
+            return _take_again(connection, found, lease, now)
+        return _take(connection, job, found, lease, head, failed, now)
 
 
-def _goes_on(now: float) -> Any:
-    """The SQL condition for jobs of which the next attempt is due, or which give way."""
+def _is_due(now: float) -> Any:
+    """The SQL condition for pending jobs that may start, and for jobs that wait for their next
+    attempt, if the attempt is due or they give way."""
+    is_due = JOBS.c.run_after <= now
     gives_way = JOBS.c.outcome.is_not(None) & successor().is_not(None)
-    return is_waiting() & ((JOBS.c.run_after <= now) | gives_way)
-
-
-def _take_again(
-    connection: Connection, number: int, owner: str, lease_seconds: float, now: float
-) -> Job | None:
-    # Check again under the write lock.
-    still_due = select(JOBS).where(_goes_on(now), JOBS.c.number == number)
-    job = next(iter(select_jobs(connection, still_due)), None)
-    if job is None:
-        return None
-    if job.last_failure is not None:
-        ended = give_way(connection, job, job.last_failure, now)
-        if ended is not None:
-            return ended
-    return update_job(
-        connection,
-        job.id,
-        owner=owner,
-        lease_until=now + lease_seconds,
-        outcome=None,
-        # The time without an attempt does not count against the job's time limit.
-        started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
-    )
-
-
-def _runs_there(is_local: bool | None) -> Any:
-    return true() if is_local is None else JOBS.c.is_local.is_(is_local)
+    return (is_claimable() & is_due) | (is_waiting() & (is_due | gives_way))
 
 
 def _due(connection: Connection, now: float, is_local: bool | None) -> Job | None:
     """The job that `claim_job` tries to take, with `old_sha` in its range."""
-    is_due = is_claimable(), JOBS.c.run_after <= now, _runs_there(is_local)
-    due = select(JOBS).where(*is_due).order_by(JOBS.c.run_after, JOBS.c.number).limit(1)
-    job = next(iter(select_jobs(connection, due, may_wait=False)), None)
+    # The database finds the states by an index.
+    due = select(JOBS).where(JOBS.c.state.in_(OPEN_STATES), _is_due(now))
+    if is_local is not None:
+        due = due.where(JOBS.c.is_local.is_(is_local))
+    # By the state, because `RUNNING` comes before `SCHEDULING`.
+    first = due.order_by(JOBS.c.state, JOBS.c.run_after, JOBS.c.number).limit(1)
+    job = next(iter(select_jobs(connection, first, may_wait=False)), None)
     if job is None or not job.trains_head:
         return job
     old_sha = previous_head(connection, job)
     return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))
 
 
+def _take_again(connection: Connection, job: Job, lease: dict[str, Any], now: float) -> Job:
+    """Give the lease of the next attempt, unless the job gives way."""
+    if job.last_failure is not None:
+        ended = give_way(connection, job, job.last_failure, now)
+        if ended is not None:
+            return ended
+    # The time without an attempt does not count against the job's time limit.
+    started_at = JOBS.c.started_at + (now - JOBS.c.lease_until)
+    return update_job(connection, job.id, outcome=None, started_at=started_at, **lease)
+
+
 def _take(
     connection: Connection,
     job: Job,
-    owner: str,
-    lease_seconds: float,
+    found: Job,
+    lease: dict[str, Any],
     head: Head | None,
     failed: JobOutcome | None,
     now: float,
-) -> Job | None:
-    """Give the lease of the pending job to `owner`. None if the job is not due any more, for
-    example because a delivery has arrived since the job was read."""
-    still_due = is_claimable(), JOBS.c.run_after <= now, JOBS.c.number == number_of(job.id)
-    due = select_jobs(connection, select(JOBS).where(*still_due), may_wait=False)
-    found = next(iter(due), None)
-    if found is None:
-        return None
+) -> Job:
+    """Give the lease of the pending job. `job` is the job before the head was read, and `found` is
+    the job now."""
     values: dict[str, Any] = {}
     if head is not None:
         spec = with_revisions(job.spec, new_sha=head.sha)
@@ -326,9 +315,8 @@ def _take(
         state="RUNNING",
         attempt=1,
         started_at=now,
-        owner=owner,
-        lease_until=now + lease_seconds,
         waits_for=None,
+        **lease,
         **values,
     )
     late = set(delivery_ids(found)).difference(delivery_ids(job))
