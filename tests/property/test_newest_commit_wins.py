@@ -25,7 +25,7 @@ from tests.jobs_fixtures import Clock, answer_to, new_database, postgres_server
 
 __all__ = ["postgres_server"]
 
-NUM_EXAMPLES = int(os.environ.get("NEWEST_COMMIT_EXAMPLES", "16"))
+NUM_EXAMPLES = int(os.environ.get("NEWEST_COMMIT_EXAMPLES", "25"))
 RESULTS = ("promoted", "promoted", "rejected", "failed", "passes", "killed")
 RUNNERS = st.integers(0, 1)
 SETTINGS = JobsSettings(lease_seconds=10, heartbeat_seconds=1e-9, retry_seconds=1e-9)
