@@ -288,10 +288,12 @@ def test_twenty_clients_write_at_once_and_each_commit_is_one_event(
 
 def test_ten_thousand_files_are_one_commit(dataset: Dataset) -> None:
     """The client would ask 40 times which of them are large before it sends the same body."""
-    lines = [{"key": "header", "value": {"summary": "Many"}}] + [
-        {"key": "file", "value": {"path": f"{number // 100}/{number}.txt", "content": f"{number:08}"}}
+    files = [
+        {"path": f"{number // 100}/{number}.txt", "content": f"{number:08}"}  # base64
         for number in range(10_000)
     ]
+    lines = [{"key": "header", "value": {"summary": "Many"}}]
+    lines += [{"key": "file", "value": each} for each in files]
     body = "\n".join(map(json.dumps, lines))
     before, url = dataset.head, f"/api/datasets/{dataset.id}/commit/main"
     made = dataset.hub.request("POST", url, content=body).raise_for_status().json()["commitOid"]

@@ -21,7 +21,7 @@ from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
-from tests.jobs_fixtures import Clock, answer_to, new_database, postgres_server
+from tests.jobs_fixtures import Clock, answer_to, new_schema, postgres_server
 
 __all__ = ["postgres_server"]
 
@@ -341,7 +341,6 @@ def test_on_sqlite() -> None:
 def test_on_postgres(postgres_server: str) -> None:
     def urls() -> Iterator[str]:
         while True:
-            with new_database(postgres_server) as url:
-                yield url
+            yield new_schema(postgres_server)
 
     check(urls(), max(1, NUM_EXAMPLES // 8))
