@@ -1,5 +1,6 @@
 """Commits by the unmodified `huggingface_hub` client, one repository of one hub for each test."""
 
+import json
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -285,7 +286,18 @@ def test_twenty_clients_write_at_once_and_each_commit_is_one_event(
     assert len(told) == 20
 
 
-def test_thousands_of_files_are_one_commit(dataset: Dataset) -> None:
-    files = [add(f"{number // 100}/{number}.txt", b"%d" % number) for number in range(3_000)]
-    dataset.commit(*files)
-    assert len(dataset.hub.api.list_repo_files(dataset.id, repo_type="dataset")) == 3_001
+def test_ten_thousand_files_are_one_commit(dataset: Dataset) -> None:
+    """The client would ask 40 times which of them are large before it sends the same body."""
+    files = [
+        {"path": f"{number // 100}/{number}.txt", "content": f"{number:08}"}  # base64
+        for number in range(10_000)
+    ]
+    lines = [{"key": "header", "value": {"summary": "Many"}}]
+    lines += [{"key": "file", "value": each} for each in files]
+    body = "\n".join(map(json.dumps, lines))
+    before, url = dataset.head, f"/api/datasets/{dataset.id}/commit/main"
+    made = dataset.hub.request("POST", url, content=body).raise_for_status().json()["commitOid"]
+    git = ["git", f"--git-dir={dataset.folder}"]
+    since = subprocess.check_output([*git, "rev-list", f"{before}..main"], text=True).split()
+    assert since == [made]
+    assert len(dataset.paths()) == 10_000

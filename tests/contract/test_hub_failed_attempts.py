@@ -2,12 +2,14 @@
 
 import contextlib
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs.job import seal
+from pipeline.hub import deliveries, webhooks
 from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -72,3 +74,29 @@ def test_what_nobody_foresaw_uses_up_attempts_and_is_logged(
     assert "its log says where" in found["error"]
     logged = [one for one in caplog.records if one.exc_info]
     assert len(logged) == 4 and all(found["id"] in one.getMessage() for one in logged)
+
+
+def fails_once(act: Callable[..., Any]) -> Callable[..., Any]:
+    errors = [RuntimeError("nobody foresaw it")]
+
+    def call(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return act(*arguments)
+
+    return call
+
+
+def test_what_nobody_foresaw_stops_no_worker_and_repeats_no_attempt(
+    hub: RunningHub, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+    monkeypatch.setattr(deliveries, "BROKEN_OFF_SECONDS", 0.01)
+    for name in ("queues", "head", "settle"):
+        monkeypatch.setattr(webhooks, name, fails_once(getattr(webhooks, name)))
+    hub.create_dataset("local/facts")
+    wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
+    assert (len(receiver.received), hub.deliveries(id)[0]["attempt"]) == (1, 1)
+    metrics = hub.request("GET", "/metrics").text
+    for worker, count in (("dispatcher", 1.0), ("webhook", 2.0)):
+        assert f'hub_worker_failures_total{{worker="{worker}"}} {count}' in metrics

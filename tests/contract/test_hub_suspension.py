@@ -87,14 +87,17 @@ def test_what_used_up_its_schedule_is_dead_for_itself_alone(
 
 
 def test_another_secret_ends_a_suspension(receiver: Receiver, tmp_path: Path) -> None:
-    with hub_in(tmp_path, 0, 60) as hub:
-        receiver.answers = [(403, {})]
+    with hub_in(tmp_path, 0, 60, 60) as hub:
+        receiver.answers = [(403, {})] * 2
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED, secret="wrong").id
         hub.create_dataset("local/a")
+        wait_until(lambda: status(hub, id) == "suspended")
+        hub.api.enable_webhook(id)
+        receiver.wait_for(2)  # at once
         wait_until(lambda: status(hub, id) == "suspended")
         hub.api.update_webhook(id, domains=["repo"])
         assert status(hub, id) == "suspended", "nothing that the receiver sees has changed"
         hub.api.update_webhook(id, secret="right")
-        assert receiver.wait_for(2)[1].headers["x-webhook-secret"] == "right"
+        assert receiver.wait_for(3)[2].headers["x-webhook-secret"] == "right"
         wait_until(lambda: states(hub, id) == ["delivered"])
         assert status(hub, id) == "enabled"

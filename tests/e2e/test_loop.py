@@ -48,17 +48,17 @@ def served(workplace: Workplace) -> str:
 @pytest.mark.slow
 def test_the_loop_with_its_jobs_on_postgres(workplace: Workplace, postgres_server: str) -> None:
     configure(workplace)
-    with new_database(postgres_server) as url:
-        settings = workplace.folder / "pipeline.toml"
-        settings.write_text(f'[jobs]\ndatabase_url = "{url}"\n\n{settings.read_text()}')
-        with stack_up(workplace):
-            checkout = clone(workplace)
-            job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 80)}))
-            assert job["outcome"]["result"] == "promoted", job["outcome"]
-            assert served(workplace) == job["outcome"]["release"]
-            job = workplace.wait_for_job(checkout.push({"README.md": "# Shelves\n"}))
-            assert job["outcome"]["result"] == "unchanged"
-            assert findings(workplace, code=0) == {}
+    url = new_database(postgres_server)
+    settings = workplace.folder / "pipeline.toml"
+    settings.write_text(f'[jobs]\ndatabase_url = "{url}"\n\n{settings.read_text()}')
+    with stack_up(workplace):
+        checkout = clone(workplace)
+        job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 80)}))
+        assert job["outcome"]["result"] == "promoted", job["outcome"]
+        assert served(workplace) == job["outcome"]["release"]
+        job = workplace.wait_for_job(checkout.push({"README.md": "# Shelves\n"}))
+        assert job["outcome"]["result"] == "unchanged"
+        assert findings(workplace, code=0) == {}
     assert not list(workplace.home.glob("jobs/*.sqlite*"))
 
 

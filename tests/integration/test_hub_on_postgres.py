@@ -1,6 +1,5 @@
 """The hub's tables on Postgres: what does not go through SQLAlchemy alone, and a lost machine."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,9 +16,8 @@ __all__ = ["postgres_server"]
 
 
 @pytest.fixture
-def url(postgres_server: str) -> Iterator[str]:
-    with new_database(postgres_server) as url:
-        yield url
+def url(postgres_server: str) -> str:
+    return new_database(postgres_server)
 
 
 def test_an_event_outlives_its_hub_and_is_delivered_by_one_on_another_machine(

@@ -17,9 +17,9 @@ from jobs.runner import Runner
 from jobs.store import JobStore
 from tests.integration.test_job_kills import children_of
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
-from tests.jobs_fixtures import is_gone, pids_in, postgres_server, until
+from tests.jobs_fixtures import is_gone, pids_in, until
 
-__all__ = ["house", "postgres_server"]
+__all__ = ["house"]
 
 
 @pytest.mark.parametrize("action", [("sleep_until_stopped",), ("stop_politely", "cancelled")])

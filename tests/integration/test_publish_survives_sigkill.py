@@ -16,12 +16,19 @@ from tests.serving_fixtures import tiny_llama
 NUM_KILLS = int(os.environ.get("SERVING_KILLS", "2"))
 
 PUBLISH_FOREVER = """
-import sys
+import os, sys
 from pathlib import Path
-import serving.weights.shards  # which takes seconds
+import serving.weights.shards  # which takes seconds, so each publisher is a fork
 from serving.weights.publish import publish_folder
 pipeline_dir, source = map(Path, sys.argv[1:])
-print("ready", flush=True)
+for _ in sys.stdin:
+    if not os.fork():
+        break
+    os.wait()
+    print("gone", flush=True)
+else:
+    sys.exit()
+print(os.getpid(), flush=True)
 while True:
     print(publish_folder(pipeline_dir, source).id, flush=True)
 """
@@ -34,26 +41,26 @@ def test_a_killed_publisher_leaves_nothing_half(tmp_path: Path) -> None:
     chance = random.Random(0)
     announced: list[str] = []
     faults: list[str] = []
-    for kill in range(NUM_KILLS):
-        process = subprocess.Popen(
-            [sys.executable, "-c", PUBLISH_FOREVER, str(pipeline_dir), str(source)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        if kill % 2:  # every other one dies at a later release than its first
-            announced.append(process.stdout.readline().strip())
-        time.sleep(chance.uniform(0, 0.1))  # the moment of the kill is what varies here
-        process.send_signal(signal.SIGKILL)
-        rest, _ = process.communicate()
-        announced += [line for line in rest.splitlines() if len(line) == len("r000001-12345678")]
-        ids = [release.id for release in list_releases(pipeline_dir)]
-        faults += [f"{each}: announced, but not there" for each in announced if each not in ids]
-        for each in ids:
-            faults += [f"{each}: {fault}" for fault in verify_release(pipeline_dir / each)]
-        sweep(pipeline_dir)
-        faults += [f"{path.name}: not swept" for path in pipeline_dir.glob(".unfinished*")]
+    command = [sys.executable, "-c", PUBLISH_FOREVER, str(pipeline_dir), str(source)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as publishers:
+        asks, tells = publishers.stdin, publishers.stdout
+        assert asks is not None and tells is not None
+        for kill in range(NUM_KILLS):
+            print(file=asks, flush=True)
+            pid = int(tells.readline())
+            if kill % 2:  # every other one dies at a later release than its first
+                announced.append(tells.readline().strip())
+            time.sleep(chance.uniform(0, 0.1))  # the moment of the kill is what varies here
+            os.kill(pid, signal.SIGKILL)
+            announced += iter(lambda: tells.readline().strip(), "gone")
+            ids = [release.id for release in list_releases(pipeline_dir)]
+            faults += [f"{each}: announced, but not there" for each in announced if each not in ids]
+            for each in ids:
+                faults += [f"{each}: {fault}" for fault in verify_release(pipeline_dir / each)]
+            sweep(pipeline_dir)
+            faults += [f"{path.name}: not swept" for path in pipeline_dir.glob(".unfinished*")]
     assert len(announced) >= NUM_KILLS // 2
     numbers = Counter(release_number(each) for each in ids)
     faults += [f"number {each}: given again" for each in numbers if numbers[each] > 1]

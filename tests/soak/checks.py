@@ -16,6 +16,7 @@ from jobs.job import Job
 from jobs.schema import job_id_of
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job import CHECKPOINT, Metric, read_metrics, read_record
+from pipeline.runner.after_jobs import LOOK_SECONDS
 from serving.weights.release_store import UNFINISHED, served_release
 from serving.weights.verify import verify_release
 from tests.soak.faults import POISON, OtherReceiver
@@ -212,8 +213,9 @@ def _surplus(stack: StackUnderFire) -> list[str]:
 
 
 def _leftovers(stack: StackUnderFire) -> list[str]:
-    """Files and folders whose writer was killed, or whose job has ended."""
-    found = [*stack.releases_dir.glob(f"{UNFINISHED}*")]
+    """Files and folders whose writer was killed, or whose job has ended; outcomes that nobody
+    handles."""
+    found: list[Path | str] = [*stack.releases_dir.glob(f"{UNFINISHED}*")]
     found += (stack.home / "hub" / "incoming").iterdir()
     for pattern in ("**/*.lock", "**/tmp_*", "**/incoming-*"):
         found += (stack.home / "hub" / "repos").glob(pattern)
@@ -221,10 +223,13 @@ def _leftovers(stack: StackUnderFire) -> list[str]:
     with stack.jobs() as store:
         # One that another took over left its outcome to the store.
         told = {job.id: not _was_taken_over(job) for job in store.list()}
-    # A runner that was killed while it handled an outcome: another one does it TAKEN_SECONDS later.
+    # A runner that was killed while it handled an outcome had taken it. When that time is over,
+    # the next look of another one finds it. Nothing else leaves an outcome, or checkpoints.
+    query = "SELECT number, ifnull(lease_until, 0) > ? FROM jobs WHERE handled_at IS NULL"
     with closing(sqlite3.connect(stack.home / "jobs/jobs.sqlite", timeout=10)) as database:
-        found_unhandled = database.execute("SELECT number FROM jobs WHERE handled_at IS NULL")
-        unhandled = {job_id_of(number) for (number,) in found_unhandled}
+        rows = database.execute(query, (time.time() - LOOK_SECONDS,)).fetchall()
+    taken = {job_id_of(number) for number, is_taken in rows if is_taken}
+    found += [f"the outcome of {job_id_of(number)}" for number, is_taken in rows if not is_taken]
     for folder in (stack.home / "jobs").glob("j*/"):
         is_told = told.get(folder.name)
         if is_told is None or (is_told and not (folder / "outcome.json").exists()):
@@ -233,6 +238,6 @@ def _leftovers(stack: StackUnderFire) -> list[str]:
             path
             for path in folder.iterdir()
             if path.name.startswith(".")
-            or (path.name == "checkpoints" and folder.name not in unhandled)
+            or (path.name == "checkpoints" and folder.name not in taken)
         ]
-    return [str(path) for path in found]
+    return [str(each) for each in found]

@@ -109,6 +109,14 @@ def test_a_template_that_shows_the_text_of_parts_gets_parts(source: str, takes_p
     assert prompt.endswith(" list" if takes_parts else " text")
 
 
+def test_the_result_of_a_tool_is_a_text_for_a_template_of_parts_too() -> None:
+    shown = "{{ m.content if m.content is string else m.content[0].text }}"
+    both = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    conversation = normalise([{"role": role, "content": both} for role in ("user", "tool")])
+    template = ChatTemplate(f"{{% for m in messages %}}{shown};{{% endfor %}}", {})
+    assert template.render(conversation) == "a;a\nb;"
+
+
 @pytest.mark.parametrize(
     ("source", "content"),
     [

@@ -73,6 +73,12 @@ def test_a_path_taken_for_a_file_can_be_cloned(index: Path, path: str) -> None:
     assert checked.returncode == 0
 
 
+@pytest.mark.parametrize("path", [".gitmodules", "a/.GITMODULES", "a\\gitmod~1"])
+def test_submodules_come_only_by_a_push(path: str) -> None:
+    with pytest.raises(BadRequest, match="by a push with git"):
+        new_file_path(path)
+
+
 @given(st.text(st.characters(max_codepoint=0x17F), min_size=1, max_size=12))
 @example("a.lock/b")
 @example("@{1}")

@@ -148,13 +148,14 @@ def test_a_suspension_goes_by_time_and_its_probe_is_the_head(kept: Kept) -> None
     assert taken == order
 
 
-def test_a_replay_goes_before_what_is_newer(kept: Kept) -> None:
+def test_a_replay_goes_at_once_and_before_what_is_newer(kept: Kept) -> None:
     kept.send(TAKEN)
     [first] = kept.deliveries()
     kept.record()
+    assert kept.send(failed(0)).retry_at is not None
     with kept.database.write() as connection:
         replay(connection, first.id)
-    assert kept.head() == first.id
+    assert kept.head() == first.id and kept.webhook().retry_at is None
 
 
 OLD = time.time() - 31 * DAY

@@ -1,3 +1,4 @@
+import errno
 import json
 import re
 import subprocess
@@ -8,14 +9,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pipeline.cli.main import app
+from jobs.errors import JobError
+from pipeline.cli.main import app, main
 from pipeline.cli.settings import settings_text
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.settings import TrainSettings
 from pipeline.runner.submit import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings, write_settings_copy
+from receiver.errors import ReceiverError
 from receiver.tunnel import command_of
+from serving.errors import ServingError
 
 FACTS = PipelineSettings(name="facts", dataset="demo/facts")
 
@@ -248,6 +252,24 @@ def test_a_fault_is_one_line_on_the_terminal(file: Path) -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("pipeline: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        *[(kind("why"), "why") for kind in (JobError, ReceiverError, ServingError)],
+        (OSError(errno.ENOSPC, "no space left", "a.txt"), "a.txt cannot be opened or written: no"),
+    ],
+)
+def test_other_faults_of_the_user_are_lines_too(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("pipeline.cli.main.app", fail)
+    with pytest.raises(SystemExit, match=f"^pipeline: {line}"):
+        main()
 
 
 def test_an_address_of_ipv6_stands_in_brackets(file: Path) -> None:

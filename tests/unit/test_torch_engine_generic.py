@@ -1,5 +1,6 @@
 """Networks of `transformers` share prefixes and give memory up as Llama and its kin do."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ async def test_sequences_that_gave_their_memory_up_go_on_as_they_were(
 TWO_CONTEXTS = {
     name: 2 * 128 * 2 * 2 * heads * 16 * 4 for name, heads in (("gemma2", 2), ("bloom", 4))
 }
+
+
+async def test_networks_of_two_shapes_answer_at_the_same_time(tmp_path: Path) -> None:
+    """As while a release of another architecture is swapped in."""
+    both = [publish(build(config_of(name)), tmp_path / name) for name in NAMES]
+    prompts = [prompt(length, seed=length) for length in (40, 50, 60)]
+    async with engine_with(*both, kv_cache_bytes=TWO_CONTEXTS["bloom"]) as engine:
+        found = await asyncio.gather(
+            *(ask_all(engine, each.id, [greedy(one, 40) for one in prompts]) for each in both)
+        )
+    assert found == [[expected(each.network, one, 40) for one in prompts] for each in both]
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_context": 128, "max_batch_tokens": 16}])
