@@ -96,10 +96,11 @@ def running_stack(folder: Path) -> Iterator[Stack]:
         port = int(server.rpartition(":")[2])
         pipeline = PipelineSettings(name="answers", dataset="local/facts", port=port)
         settings = Settings().model_copy(update={"pipelines": (pipeline,)})
-        store = stack.enter_context(JobStore.open(folder / "jobs.sqlite"))
+        home.jobs_dir.mkdir()
+        store = stack.enter_context(JobStore.open(home.jobs_database))
         hub = stack.enter_context(
             running_hub(
-                folder / "hub",
+                home.hub_dir,
                 jobs_store=store,
                 pipeline_dirs={"answers": releases_dir},
                 console=create_router(Console(home=home, settings=settings)),

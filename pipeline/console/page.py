@@ -251,10 +251,8 @@ async def logout(hub: HubOf, _: Form) -> Response:
 def _signed_in(hub: Hub, token: str, name: str, back: str) -> Response:
     # A path with two slashes would be the address of another site.
     answer = go(back if back.startswith("/") and not back.startswith("//") else "/")
-    text, secure = (
-        sealed(hub.secret_key, "session", token, name),
-        hub.settings.url.startswith("https:"),
-    )
+    text = sealed(hub.secret_key, "session", token, name)
+    secure = hub.settings.url.startswith("https:")
     answer.set_cookie(
         cookie_name(hub), text, SESSION_SECONDS, secure=secure, httponly=True, samesite="strict"
     )
