@@ -86,7 +86,7 @@ def signed_in(link: str, **settings: Any) -> Iterator[Any]:
     """A page whose browser is signed in by the link. Whatever fails in it fails the test."""
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        view = {"width": 900, "height": 760}
+        view = {"width": 900, "height": 640}
         page = browser.new_page(has_touch=True, viewport=view, timezone_id="Asia/Tokyo", **settings)
         page.set_default_timeout(WAIT_MS)
         faults: list[object] = []
@@ -355,7 +355,7 @@ def _check_tokens(page: Any, tokens: Any) -> None:
 def _put_side_by_side(page: Any, pictures: list[bytes], file: Path) -> None:
     shown = (f'<img src="data:image/png;base64,{b64encode(each).decode()}">' for each in pictures)
     page.goto("about:blank")  # without the pages' policy for contents
-    page.set_viewport_size({"width": 1820, "height": 760})
+    page.set_viewport_size({"width": 1820, "height": 640})
     style = "margin:0; display:flex; gap:20px; background:#d0d4db"
     page.set_content(f'<body style="{style}">{"".join(shown)}')
     page.screenshot(path=file)
