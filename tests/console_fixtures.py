@@ -22,6 +22,7 @@ from pipeline.tokens import Tokens
 from serving.swap_schemas import request_swap
 from tests.hub_fixtures import SECRET_KEY, TOKEN, RunningHub, running_hub
 from tests.jobs_fixtures import claim
+from tests.ports import free_port
 from tests.serving_fixtures import ADMIN_TOKEN, CHAT_TEMPLATE, echo_app, echo_release, running
 
 FILES = {
@@ -95,14 +96,17 @@ def running_stack(folder: Path) -> Iterator[Stack]:
         server = stack.enter_context(running(echo_app(releases_dir)))
         port = int(server.rpartition(":")[2])
         pipeline = PipelineSettings(name="answers", dataset="local/facts", port=port)
-        settings = Settings().model_copy(update={"pipelines": (pipeline,)})
-        store = stack.enter_context(JobStore.open(folder / "jobs.sqlite"))
+        at = Settings().hub.model_copy(update={"port": free_port()})
+        settings = Settings().model_copy(update={"pipelines": (pipeline,), "hub": at})
+        home.jobs_dir.mkdir()
+        store = stack.enter_context(JobStore.open(home.jobs_database))
         hub = stack.enter_context(
             running_hub(
-                folder / "hub",
+                home.hub_dir,
                 jobs_store=store,
                 pipeline_dirs={"answers": releases_dir},
                 console=create_router(Console(home=home, settings=settings)),
+                port=at.port,
             )
         )
         hub.create_dataset("local/facts")

@@ -173,10 +173,10 @@ def push_file(hub: RunningHub, worktree: Path, name: str, content: str) -> str:
     return sha
 
 
-def listening_socket() -> socket.socket:
+def listening_socket(port: int = 0) -> socket.socket:
     # The protocol is named because asyncio turns Nagle's delay off only where it is.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
+    listener.bind(("127.0.0.1", port))
     return listener
 
 
@@ -207,16 +207,17 @@ def running_hub(
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
     console: APIRouter | None = None,
+    port: int = 0,
     **settings: Any,
 ) -> Iterator[RunningHub]:
-    """A hub in this process, on a free port, in a thread of its own. around: an application that
-    sees each request before the hub does."""
+    """A hub in this process, on the port (0: a free one), in a thread of its own. around: an
+    application that sees each request before the hub does."""
     with contextlib.ExitStack() as stack:
         if jobs_store is None:
             root.parent.mkdir(parents=True, exist_ok=True)
             own = root.with_name(f"{root.name}-jobs.sqlite")
             jobs_store = stack.enter_context(JobStore.open(own))
-        listener = stack.enter_context(listening_socket())
+        listener = stack.enter_context(listening_socket(port))
         told = HubSettings(port=listener.getsockname()[1], **settings)
         app = create_app(
             told,

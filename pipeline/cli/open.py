@@ -1,6 +1,8 @@
 """`pipeline open`: opens the console, the pages of the hub's address, in a browser."""
 
 import webbrowser
+from contextlib import suppress
+from getpass import getuser
 from typing import Annotated
 
 import typer
@@ -13,6 +15,14 @@ from pipeline.stack.services import health
 from pipeline.tokens import load_tokens
 
 app = typer.Typer()
+
+
+def _account() -> str:
+    """The name of the user's account on this machine: the author of commits in the console. Empty
+    if it has none, as in some containers."""
+    with suppress(KeyError, OSError):
+        return getuser()
+    return ""
 
 
 @app.command(name="open")
@@ -29,7 +39,7 @@ def open_(
     if health(url) is None:
         raise PipelineError(f"no hub answers at {url}; start the stack: pipeline up --detach")
     tokens = load_tokens(home.tokens_file)
-    link = f"{url}/login?once={sealed(tokens.key.encode(), 'link', tokens.hub)}"
+    link = f"{url}/login?once={sealed(tokens.key.encode(), 'link', tokens.hub, _account())}"
     print(link)
     if not print_only:
         webbrowser.open(link)

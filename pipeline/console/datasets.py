@@ -22,7 +22,13 @@ from pipeline.doctor.data_check import divided
 from pipeline.doctor.revision import opened, read_rows, rows_between
 from pipeline.formats import HEAD, Pointer
 from pipeline.hub import contents
-from pipeline.hub.errors import BadRequest, PreconditionFailed, RepositoryNotFound, TooLarge
+from pipeline.hub.errors import (
+    BadRequest,
+    PreconditionFailed,
+    RepositoryNotFound,
+    RevisionNotFound,
+    TooLarge,
+)
 from pipeline.hub.repositories import Repository, known_heads, read_refs
 from pipeline.hub.routes import contents as api
 from pipeline.hub.routes.commits import Files, commit_contents
@@ -57,20 +63,18 @@ class Followed:
     def reading(self) -> DataSettings:
         return self.pipelines[0].data if self.pipelines else DataSettings()
 
-    @property
-    def path(self) -> str:
-        return f"/{self.repository.name.path}"
-
-    @property
-    def newest_commit(self) -> Any:
-        """As the API describes it; None if there is none."""
-        return self.head and contents.list_commits(self.repository, self.head, limit=1)[0]
+    def about(self, revision: str | None) -> Any:
+        """The commit, as the API describes it. None if the hub does not have it."""
+        with suppress(RevisionNotFound):
+            commit = contents.resolve_revision(self.repository, revision or "")
+            return contents.list_commits(self.repository, commit, limit=1)[0]
+        return None
 
     def url(self, page: str = "", **query: object) -> str:
         """The address of one of its pages, for the same pipeline."""
         if len(self.pipelines) > 1:
             query["pipeline"] = self.pipelines[0].name
-        return f"{quote(self.path)}{page}?{urlencode(query)}"
+        return f"/{quote(self.repository.name.path)}{page}?{urlencode(query)}"
 
 
 def followers(console: Console, dataset: str) -> list[PipelineSettings]:
@@ -94,11 +98,10 @@ def followed(
 
 def of_pipeline(hub: Hub, console: Console, pipeline: PipelineSettings) -> Followed | None:
     """The dataset that the pipeline follows. None if it is not on this hub."""
-    if not console.settings.is_on_own_hub(pipeline):
-        return None
-    owner, _, name = pipeline.dataset.partition("/")
     with suppress(RepositoryNotFound):
-        return followed(hub, console, owner, name, pipeline.name)
+        if console.settings.is_on_own_hub(pipeline):
+            owner, name = pipeline.dataset.split("/")
+            return followed(hub, console, owner, name, pipeline.name)
     return None
 
 
@@ -160,15 +163,17 @@ def show_rows(
 @router.get("/{owner}/{name}/commit/{sha}")
 def show_commit(request: Request, hub: HubOf, dataset: FollowedOf, sha: str) -> Response:
     """What a commit changed, in rows, and what it led to."""
-    repository = dataset.repository
-    commit = contents.resolve_revision(repository, sha)
-    [about] = contents.list_commits(repository, commit, limit=1)
-    [parent] = contents.look_up(repository, [f"{commit}^"])
-    before = None if parent is None else parent[0]
-    change = rows_between(repository, before, commit, dataset.reading)
-    facts: dict[str, Any] = {"jobs": hub.jobs_store.of_commit(commit)}
-    facts["has_parent"] = before is not None
-    return page(request, "commit.html", dataset=dataset, commit=about, change=change, **facts)
+    commit = contents.resolve_revision(dataset.repository, sha)
+    parent = _parent(dataset.repository, commit)
+    facts: dict[str, Any] = {"commit": dataset.about(commit), "before": dataset.about(parent)}
+    facts["change"] = rows_between(dataset.repository, parent, commit, dataset.reading)
+    facts["jobs"] = hub.jobs_store.of_commit(commit)
+    return page(request, "commit.html", dataset=dataset, **facts)
+
+
+def _parent(repository: Repository, commit: str) -> str | None:
+    [found] = contents.look_up(repository, [f"{commit}^"])
+    return found and found[0]
 
 
 @router.get("/{owner}/{name}/origin/{sha}")
@@ -184,25 +189,24 @@ def find_origin(
 @router.post("/{owner}/{name}/undo")
 async def undo(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
     """Commits the files as they were before the newest commit."""
-    files = await run_in_threadpool(_before, dataset)
-    summary = f"Undo {(dataset.head or '')[:8]}"
+    summary, files = await run_in_threadpool(_undone, dataset)
     sha = await commit(hub, editor, dataset, editor.form.get("parent"), summary, files)
     return go(dataset.url(f"/commit/{sha}"))
 
 
-def _before(dataset: Followed) -> Files:
+def _undone(dataset: Followed) -> tuple[str, Files]:
+    """What is undone, and the files as they were before."""
     repository, head = dataset.repository, dataset.head
-    [parent] = contents.look_up(repository, [f"{head}^"])
-    if head is None or parent is None:
+    if head is None or (parent := _parent(repository, head)) is None:
         raise BadRequest("There is no commit before this one: delete its rows instead.")
-    changed = contents.changed_files(repository, parent[0], head)
+    changed = contents.changed_files(repository, parent, head)
     files: dict[str, BytesIO | None] = {each.path: None for each in changed}
-    for each in contents.changed_files(repository, head, parent[0]):
+    for each in contents.changed_files(repository, head, parent):
         content = contents.read_file(repository, each)
         if each.is_link or Pointer.parse(content) is not None:
             raise BadRequest(f"{each.path} is no plain file: run `git revert`, and push.")
         files[each.path] = BytesIO(content)
-    return files
+    return f"Undo {head[:8]}: {dataset.about(head)['title']}", files
 
 
 @router.get("/{owner}/{name}/edit")
@@ -218,25 +222,31 @@ def show_form(
 
 @router.post("/{owner}/{name}/edit")
 async def edit(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
-    file, content, verb = await run_in_threadpool(_edited, editor, dataset)
-    files, summary = {file: BytesIO(content)}, f"{verb} a row of {file}"
+    summary, files = await run_in_threadpool(_edited, editor, dataset)
     sha = await commit(hub, editor, dataset, editor.form.get("parent"), summary, files)
     return go(dataset.url(f"/commit/{sha}"))
 
 
-def _edited(editor: Visitor, dataset: Followed) -> tuple[str, bytes, str]:
-    """The file, its new content, and what was done with the row. `commit` refuses it if the form is
-    of an older commit."""
+def _edited(editor: Visitor, dataset: Followed) -> tuple[str, Files]:
+    """What was done with the row, and its file. `commit` refuses it if the form is of an older
+    commit."""
     form = editor.form
     file, number = form.get("file", ANSWERS_FILE), form.get("line", "")
     line = int(number) if number.isdecimal() else None
     fields = {key[2:]: text for key, text in form.items() if key.startswith("c.")}
     with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
         rows.check_editable(file)
-        if "delete" in form and line is not None:
-            return file, with_row(folder, file, line, None), "Delete"
-        record = from_texts(fields, record_at(folder, file, line))
-        return file, with_row(folder, file, line, record), "Edit" if line else "Add"
+        old = record_at(folder, file, line)
+        new = None if "delete" in form else from_texts(fields, old)
+        content = with_row(folder, file, line, new)
+    verb = "Delete" if new is None else "Edit" if line else "Add"
+    texts = " ".join(as_texts(new or old).values())
+    return in_short(f"{verb} a row of {file}", texts), {file: BytesIO(content)}
+
+
+def in_short(done: str, row: str) -> str:
+    """The message of a commit that changes a row."""
+    return f"{done}: {' '.join(row.split())[:70]}"
 
 
 @router.post("/{owner}/{name}/upload")

@@ -30,6 +30,8 @@ MAX_TAIL_BYTES = 64 * 1024
 MAX_METRICS_BYTES = 4 * 1024 * 1024
 """Of a longer file, only the end is read."""
 MAX_POINTS = 400
+CURVES = {"Loss, nats per token": "step", "Learned, % of rows": "evaluation"}
+"""Title → the metrics that the curve shows, of a job and of its parent."""
 _CODES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 """What a terminal takes as commands, such as colours and titles."""
 
@@ -54,16 +56,11 @@ def list_jobs(
 def show_job(request: Request, hub: HubOf, console: ConsoleOf, job: Found) -> Response:
     folder = hub.jobs_dir / job.id
     metrics = metrics_of(folder)
-    return page(
-        request,
-        "job.html",
-        job=job,
-        stages=stages_of(metrics),
-        curves=_curves(metrics, _before(hub, console, job)),
-        wrong=wrong_answers(folder),
-        asked=asked_for(hub, job.spec),
-        log=_tail(folder, job),
-    )
+    facts: dict[str, Any] = {"job": job, "stages": stages_of(metrics), "log": _tail(folder, job)}
+    facts |= {"wrong": wrong_answers(folder), "asked": asked_for(hub, job.spec)}
+    both = (metrics, _before(hub, console, job))
+    facts["curves"] = {title: [_points(each, of) for each in both] for title, of in CURVES.items()}
+    return page(request, "job.html", **facts)
 
 
 @router.get("/jobs/{id}/log")
@@ -158,20 +155,12 @@ def stages_of(metrics: Sequence[Metric]) -> list[dict[str, Any]]:
 def _before(hub: Hub, console: Console, job: Job) -> tuple[Metric, ...]:
     """The metrics of the job that made the release from which this job continues."""
     snapshot = read_record(hub.jobs_dir / job.id / SNAPSHOT, DatasetSnapshot)
-    if snapshot is None or snapshot.parent is None:
-        return ()
     with suppress(ReleaseError):
-        release = load_release(console.home.releases_dir / str(job.spec.pipeline) / snapshot.parent)
-        return metrics_of(hub.jobs_dir / str(release.lineage.job_id))
+        if snapshot and snapshot.parent:
+            folder = console.home.releases_dir / str(job.spec.pipeline)
+            release = load_release(folder / snapshot.parent)
+            return metrics_of(hub.jobs_dir / str(release.lineage.job_id))
     return ()
-
-
-def _curves(*of_jobs: Sequence[Metric]) -> Iterator[dict[str, Any]]:
-    """`lines` has the points of each of the jobs. A curve without any point is left out."""
-    for event, title in (("step", "Loss, nats per token"), ("evaluation", "Learned, % of rows")):
-        lines = [_points(metrics, event) for metrics in of_jobs]
-        if any(lines):
-            yield {"title": title, "lines": lines}
 
 
 def _points(metrics: Sequence[Metric], event: str) -> list[tuple[int, float]]:

@@ -1,7 +1,6 @@
 """The page `/`: for each pipeline the way from the last commit to the servers, and above it what is
 wrong."""
 
-import time
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,8 +12,9 @@ from starlette.responses import Response
 from pipeline.console.datasets import of_pipeline
 from pipeline.console.jobs import metrics_of, stages_of
 from pipeline.console.page import Console, ConsoleOf, Page, page
+from pipeline.console.releases import way_back
 from pipeline.doctor.checks import CHECKS, check_releases, faults
-from pipeline.doctor.facts import Facts, advice_after_refusal, counts_text
+from pipeline.doctor.facts import Facts, advice_after_refusal
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_deliveries
 from pipeline.settings import PipelineSettings
@@ -32,16 +32,15 @@ router = APIRouter(route_class=Page)
 async def show_loop(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
     # What was made before the last look may lack the change of which this look has told the page.
     facts = await console.loops.get(partial(_facts, hub, console), since=console.digest.made_at)
-    return page(request, "loop.html", now=time.time(), **facts)
+    return page(request, "loop.html", **facts)
 
 
 def _facts(hub: Hub, console: Console) -> dict[str, Any]:
     facts = Facts(console.home, console.settings)
-    return {
-        "wrong": faults(facts, QUICK_CHECKS),
-        "hub_url": console.settings.hub_url,
-        "loops": [_loop(hub, console, facts, each) for each in console.settings.pipelines],
-    }
+    with hub.database.read() as connection:
+        found = list_deliveries(connection, limit=NUM_DELIVERIES)
+    loops = [_loop(hub, console, facts, each) for each in console.settings.pipelines]
+    return {"wrong": faults(facts, QUICK_CHECKS), "loops": loops, "deliveries": found}
 
 
 def _loop(hub: Hub, console: Console, facts: Facts, pipeline: PipelineSettings) -> dict[str, Any]:
@@ -49,33 +48,21 @@ def _loop(hub: Hub, console: Console, facts: Facts, pipeline: PipelineSettings) 
     jobs = facts.jobs[pipeline.name]
     # What runs is more interesting than what waits for it.
     job = next((each for each in jobs if each.state == "RUNNING"), next(iter(jobs), None))
-    stages = [] if job is None else stages_of(metrics_of(hub.jobs_dir / job.id))
-    folder, counts = facts.releases_dir(pipeline), ""
-    if releases := release_ids(folder):
-        with suppress(ReleaseError):
-            counts = counts_text(load_release(folder / releases[-1]).evaluation)
+    folder, release = facts.releases_dir(pipeline), None
+    with suppress(IndexError, ReleaseError):
+        release = load_release(folder / release_ids(folder)[-1])
     return {
         "pipeline": pipeline,
-        "is_here": facts.settings.is_on_own_hub(pipeline),
         "dataset": dataset,
-        "commit": dataset and dataset.newest_commit,
-        "delivery": _last_delivery(hub, pipeline),
+        "commit": dataset and dataset.about(dataset.head),
+        "jobs": jobs,
         "job": job,
-        "num_waiting": sum(each.state == "SCHEDULING" for each in jobs),
-        "stage": stages[-1] if stages else None,
-        "release": next(reversed(releases), None),
-        "counts": counts,
+        "stages": [] if job is None else stages_of(metrics_of(hub.jobs_dir / job.id)),
+        "release": release,
         "served": facts.served(pipeline),
         "pending": readable_served(folder).pending,
+        "back": way_back(dataset, folder),
         "followers": facts.followers(pipeline),
         "paused_since": hub.jobs_store.paused().get(pipeline.name),
         "refused": advice_after_refusal(jobs),
     }
-
-
-def _last_delivery(hub: Hub, pipeline: PipelineSettings) -> Any:
-    """Of the dataset; None if none of the newest deliveries is of it."""
-    wanted = f"dataset:{pipeline.dataset}".lower()
-    with hub.database.read() as connection:
-        found = list_deliveries(connection, limit=NUM_DELIVERIES)
-    return next((each for each in found if str(each["repository"]).lower() == wanted), None)

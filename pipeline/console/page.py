@@ -10,7 +10,8 @@ import hmac
 import time
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from mimetypes import guess_type
 from pathlib import Path
@@ -29,7 +30,7 @@ from starlette.templating import Jinja2Templates
 
 from jobs.errors import JobError
 from pipeline.console.shared import Shared
-from pipeline.doctor.facts import subject
+from pipeline.doctor.facts import counts_text, subject
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body, reasons
@@ -52,7 +53,6 @@ HEADERS = {
 }
 _HERE = Path(__file__).parent
 ASSETS = {file.name: file.read_bytes() for file in sorted((_HERE / "assets").iterdir())}
-_ASSETS_DIGEST = hashlib.sha256(b"".join(ASSETS.values())).hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,8 @@ ConsoleOf = Annotated[Console, Depends(console_of)]
 def viewer(request: Request, hub: HubOf) -> Visitor:
     """For pages: who looks. Raises Unauthorized without a valid session; see `Page`."""
     cookie = request.cookies.get(cookie_name(hub), "")
-    identity = hub.identify(opened(hub, cookie, "session", SESSION_SECONDS).encode())
+    token, name = opened(hub, cookie, "session", SESSION_SECONDS)
+    identity = replace(hub.identify(token.encode()), user=name or hub.settings.owner)
     csrf = hmac.new(hub.secret_key, b"form " + cookie.encode(), hashlib.sha256).hexdigest()
     request.state.visitor = visitor = Visitor(identity=identity, csrf=csrf)
     return visitor
@@ -132,35 +133,33 @@ def cookie_name(hub: Hub) -> str:
     return f"console_{hub.settings.port}"
 
 
-def sealed(key: bytes, kind: Literal["session", "link"], token: str) -> str:
-    """A text that signs in with the token: the cookie of a session, or the end of a link to
-    `/login?once=`, which works once, for LINK_SECONDS."""
-    return Fernet(key).encrypt(f"{kind} {token}".encode()).decode()
+def sealed(key: bytes, kind: Literal["session", "link"], token: str, name: str) -> str:
+    """A text that signs in with the token, as the person of this name: the cookie of a session, or
+    the end of a link to `/login?once=`, which works once, for LINK_SECONDS."""
+    return Fernet(key).encrypt(f"{kind} {token} {name}".encode()).decode()
 
 
-def opened(hub: Hub, text: str, kind: str, seconds: int) -> str:
-    """The token in the text. Empty if the text is older than `seconds`, or is not of this kind: the
-    hub knows no empty token."""
-    try:
-        content = Fernet(hub.secret_key).decrypt(text.encode(), ttl=seconds).decode()
-    except (InvalidToken, UnicodeDecodeError):
-        return ""
-    return content.removeprefix(f"{kind} ") if content.startswith(f"{kind} ") else ""
+def opened(hub: Hub, text: str, kind: str, seconds: int) -> tuple[str, str]:
+    """The token and the name in the text. Both are empty if the text is older than `seconds`, or is
+    not of this kind: the hub knows no empty token."""
+    with suppress(InvalidToken):
+        content = Fernet(hub.secret_key).decrypt(text.encode(), ttl=seconds)
+        found, _, said = content.decode(errors="replace").partition(" ")
+        if found == kind:
+            token, _, name = said.partition(" ")
+            return token, name
+    return "", ""
 
 
 # What a page shows
 
 
 def page(request: Request, template: str, *, status: int = 200, **facts: Any) -> Response:
-    """The page that the template makes of the facts. The template also gets `visitor` (None if
-    nobody is signed in), `seen`, the state of the stack that the page shows at least, and the
-    `settings`."""
-    state, console = request.state, request.state.console
-    facts |= {"visitor": getattr(state, "visitor", None), "seen": console.digest.value}
-    facts["settings"] = console.settings
-    return _templates.TemplateResponse(
-        request, template, facts, status_code=status, headers=HEADERS
-    )
+    """The page that the template makes of the facts. The template also gets the `console`, the time
+    (`now`), and the `visitor`; None if nobody is signed in."""
+    facts |= {"visitor": getattr(request.state, "visitor", None), "now": time.time()}
+    facts["console"] = request.state.console
+    return _templates.TemplateResponse(request, template, facts, status, HEADERS)
 
 
 def go(path: str) -> Response:
@@ -179,8 +178,7 @@ class Page(APIRoute):
             try:
                 return await handle(request)
             except Unauthorized:
-                url = request.url
-                back = url.path + "?" * bool(url.query) + url.query
+                back = str(request.url.replace(scheme="", netloc=""))
                 return go("/login?next=" + quote(back if request.method == "GET" else "/"))
             except (RequestValidationError, ValidationError) as error:
                 status, said = 400, f"The request is wrong: {reasons(error)}"
@@ -191,11 +189,6 @@ class Page(APIRoute):
         return answer
 
 
-def asset(name: str) -> str:
-    """The URL of an asset, which changes with the assets: a browser may keep what it has got."""
-    return f"/assets/{name}?v={_ASSETS_DIGEST}"
-
-
 def span(seconds: float) -> str:
     """A length of time, such as `95 s` or `3 h`."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
@@ -204,19 +197,12 @@ def span(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def utc(moment: float) -> str:
-    """moment: in seconds since the epoch."""
-    return f"{iso_time(moment)[:19].replace('T', ' ')} UTC"
-
-
-def ago(moment: float) -> str:
-    """moment: in seconds since the epoch."""
-    return f"{span(time.time() - moment)} ago"
-
-
 _templates = Jinja2Templates(_HERE / "templates")
-_templates.env.filters |= {"utc": utc, "span": span, "ago": ago, "path": quote, "subject": subject}
-_templates.env.globals |= {"asset": asset}
+for _filter in (counts_text, iso_time, span, subject):
+    _templates.env.filters[_filter.__name__] = _filter
+_templates.env.filters["path"] = quote
+# A browser keeps an asset until this changes.
+_templates.env.globals["version"] = hashlib.sha256(b"".join(ASSETS.values())).hexdigest()[:12]
 _templates.env.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
 
 
@@ -232,14 +218,14 @@ async def show_login(
     """The form that asks for a token. `once` is a link of `pipeline open`, which needs none."""
     if once is None:
         return page(request, "login.html", next=next)
-    token = opened(hub, once, "link", LINK_SECONDS)
+    token, name = opened(hub, once, "link", LINK_SECONDS)
     # The same bytes can be written as several texts.
     content = urlsafe_b64decode(once) if token else b""
     if not token or content in console.used_links:
         wrong = "This link was used already, or is older than a minute: run `pipeline open` again."
         return page(request, "login.html", status=403, next=next, wrong=wrong)
     console.used_links.add(content)
-    return _signed_in(hub, token, next)
+    return _signed_in(hub, token, name, next)
 
 
 @entrance.post("/login")
@@ -251,7 +237,8 @@ async def login(request: Request, hub: HubOf, form: Form) -> Response:
         wrong = "The hub does not know this token. `pipeline open` signs you in without one."
         return page(request, "login.html", status=401, next=back, wrong=wrong)
     identity.require_person("the console")
-    return _signed_in(hub, token, back)
+    name = identity.user if identity.owns_hub else identity.token_name
+    return _signed_in(hub, token, name, back)
 
 
 @entrance.post("/logout")
@@ -261,16 +248,13 @@ async def logout(hub: HubOf, _: Form) -> Response:
     return answer
 
 
-def _signed_in(hub: Hub, token: str, back: str) -> Response:
+def _signed_in(hub: Hub, token: str, name: str, back: str) -> Response:
     # A path with two slashes would be the address of another site.
     answer = go(back if back.startswith("/") and not back.startswith("//") else "/")
+    text = sealed(hub.secret_key, "session", token, name)
+    secure = hub.settings.url.startswith("https:")
     answer.set_cookie(
-        cookie_name(hub),
-        sealed(hub.secret_key, "session", token),
-        max_age=SESSION_SECONDS,
-        httponly=True,
-        samesite="strict",
-        secure=hub.settings.url.startswith("https:"),
+        cookie_name(hub), text, SESSION_SECONDS, secure=secure, httponly=True, samesite="strict"
     )
     return answer
 

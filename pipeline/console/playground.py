@@ -13,11 +13,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from pipeline.console.datasets import commit, of_pipeline
+from pipeline.console.datasets import commit, in_short, of_pipeline
 from pipeline.console.page import HEADERS, Console, ConsoleOf, Editor, Form, Page, go, page
 from pipeline.doctor.revision import nearest, opened
 from pipeline.errors import PipelineError
-from pipeline.hub.errors import BadRequest, NotFound
+from pipeline.hub.errors import BadRequest, Conflict, NotFound
+from pipeline.hub.routes.commits import Files
 from pipeline.hub.service import Hub, HubOf
 from pipeline.retrain.editing import teach
 from pipeline.stack.asking import ask
@@ -43,15 +44,12 @@ class Question(BaseModel):
     def request(self, console: Console) -> tuple[str, dict[str, Any], SecretStr | None]:
         """The URL of the server, the body that asks it, and its API key."""
         settings = at_running_stack(console.settings, console.home)
-        pipeline = settings.pipeline(self.pipeline)
-        limits = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        said: dict[str, Any] = {"prompt": self.question}
-        path = "/v1/completions"
-        if self.mode == "chat":
-            said = {"messages": [{"role": "user", "content": self.question}]}
-            path = "/v1/chat/completions"
-        body = {"model": pipeline.name, **said, **limits}
-        return settings.server_url(pipeline) + path, body, settings.serving.api_key
+        pipeline, is_chat = settings.pipeline(self.pipeline), self.mode == "chat"
+        said = {"messages": [{"role": "user", "content": self.question}]}
+        body: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        body |= {"model": pipeline.name, **(said if is_chat else {"prompt": self.question})}
+        url = f"{settings.server_url(pipeline)}/v1/{'chat/' * is_chat}completions"
+        return url, body, settings.serving.api_key
 
 
 @router.get("")
@@ -106,15 +104,21 @@ async def correct(hub: HubOf, console: ConsoleOf, editor: Editor) -> Response:
     if dataset is None or not right or not asked.question:
         raise BadRequest("This needs a question, an answer, and a dataset on this hub.")
 
-    def taught() -> dict[str, BytesIO]:
+    def taught() -> tuple[str, Files]:
+        chosen = editor.form.get("row")
+        question = chosen or asked.question
         with opened(dataset.repository, dataset.head, dataset.reading) as (folder, rows):
-            found = teach(folder, rows.dataset, dataset.reading, asked.question, right)
-            for file in found:
+            train = rows.dataset.train
+            is_known = any(question in (row.last_question, *row.paraphrases) for row in train)
+            if chosen and not is_known:
+                raise Conflict("The row has changed since it was shown: ask again.")
+            files = teach(folder, rows.dataset, dataset.reading, question, right)
+            for file in files:
                 rows.check_editable(file)
-            return {file: BytesIO(content) for file, content in found.items()}
+        done = f"{'Correct' if is_known else 'Add'} the answer to"
+        return in_short(done, question), {file: BytesIO(text) for file, text in files.items()}
 
-    summary = f"Correct the answer to: {' '.join(asked.question.split())[:60]}"
-    files = await run_in_threadpool(taught)
+    summary, files = await run_in_threadpool(taught)
     sha = await commit(hub, editor, dataset, dataset.head or "", summary, files)
     again = asked.model_copy(update={"commit": sha})
     return go(f"/playground?{urlencode(again.model_dump(exclude_none=True))}")
@@ -128,15 +132,15 @@ def _page(
         url, body, _ = asked.request(console)
         dataset = of_pipeline(hub, console, console.settings.pipeline(asked.pipeline))
         facts |= {"source": source, "url": url, "body": body, "dataset": dataset}
-        newest = hub.jobs_store.of_commit(dataset.head) if dataset and dataset.head else ()
-        facts["refused"] = [
-            job for job in newest if job.outcome and job.outcome.result == "rejected"
-        ]
         try:
             if dataset is None:
                 raise NotFound("they are not on this hub")
-            revision = source.get("revision") or "unknown"
-            facts["near"] = nearest(dataset.repository, revision, dataset.reading, asked.question)
+            head, learned = dataset.head or "none", source.get("revision") or "unknown"
+            facts["newest"] = hub.jobs_store.of_commit(head)
+            # The row that gave the answer is near, too, however it asks its question.
+            text = "\n".join([asked.question, "".join(each["text"] for each in facts["pieces"])])
+            facts["choices"] = nearest(dataset.repository, head, dataset.reading, text)
+            facts["near"] = nearest(dataset.repository, learned, dataset.reading, asked.question)
         except PipelineError as error:
             facts["unknown"] = str(error)
     return page(request, "playground.html", asked=asked, **facts)

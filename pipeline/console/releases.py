@@ -1,6 +1,5 @@
 """The pages of releases: which came from which, what each has learned, what was served when."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +11,7 @@ from starlette.responses import Response
 from jobs.errors import JobNotFound
 from pipeline.console.datasets import Followed, of_pipeline
 from pipeline.console.page import Console, ConsoleOf, Editor, Page, go, page
-from pipeline.doctor.facts import counts_text
+from pipeline.doctor.facts import counts_text, wrong_answers
 from pipeline.doctor.revision import rows_between
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import NotFound
@@ -21,6 +20,7 @@ from pipeline.hub.service import Hub, HubOf
 from pipeline.runner.serve_release import in_words, release_before, swap_in
 from pipeline.settings import PipelineSettings
 from pipeline.stack.record import at_running_stack
+from serving.errors import ReleaseError
 from serving.weights import release_store
 from serving.weights.release import Release
 
@@ -38,7 +38,7 @@ def folder_of(console: ConsoleOf, pipeline: str) -> Path:
 
 FolderOf = Annotated[Path, Depends(folder_of)]
 Beside = Annotated[str, Query(alias="with")]
-Act = Literal["swap", "rollback", "pin", "unpin"]
+Act = Literal["swap", "pin", "unpin"]
 
 router = APIRouter(route_class=Page, prefix="/releases", dependencies=[Depends(refreshed)])
 
@@ -50,17 +50,23 @@ def list_all(request: Request, hub: HubOf, console: ConsoleOf) -> Response:
 
 
 def _of(hub: Hub, console: Console, pipeline: PipelineSettings) -> dict[str, Any]:
-    """The releases of a pipeline. `line`: the served one, its parent, and so on."""
     folder, dataset = folder_of(console, pipeline.name), of_pipeline(hub, console, pipeline)
-    found = release_store.list_releases(folder)
-    parents, line = {each.id: each.lineage.parent for each in found}, list[str]()
-    each = release_store.readable_served(folder).release
-    while each in parents and each not in line:
-        line.append(each)
-        each = parents[each]
-    releases = [(each, counts_text(each.evaluation)) for each in found]
-    facts = {"marks": release_store.marks(folder), "served": served_when(hub.releases, folder.name)}
-    return {"name": folder.name, "releases": releases, "line": line, "dataset": dataset, **facts}
+    return {
+        "name": folder.name,
+        "dataset": dataset,
+        "releases": release_store.list_releases(folder),
+        "marks": release_store.marks(folder),
+        "back": way_back(dataset, folder),
+        "served": served_when(hub.releases, folder.name),
+    }
+
+
+def way_back(dataset: Followed | None, folder: Path) -> tuple[Release, Any] | None:
+    """The release that a rollback serves, and the commit that it learned. None if there is none."""
+    with suppress(PipelineError, ReleaseError):
+        release = release_store.load_release(folder / release_before(folder))
+        return release, dataset and dataset.about(release.lineage.dataset_revision)
+    return None
 
 
 @router.get("/{pipeline}/{id}")
@@ -68,28 +74,22 @@ def show(
     request: Request, hub: HubOf, console: ConsoleOf, folder: FolderOf, id: str, beside: Beside = ""
 ) -> Response:
     """One release; with `with`, next to another one."""
-    release, others = _release(folder, id), {}
+    release = _release(folder, id)
     dataset = of_pipeline(hub, console, console.settings.pipeline(folder.name))
-    facts: dict[str, Any] = {"dataset": dataset}
+    facts: dict[str, Any] = {"release": release, "this": _facts(hub, release), "beside": beside}
     if beside:
         other = _release(folder, beside)
-        others, facts = _facts(hub, other), facts | _rows_since(dataset, other, release)
-    mine = _facts(hub, release)
-    facts["table"] = [(name, mine.get(name), others.get(name)) for name in {**mine, **others}]
-    facts |= {"release": release, "beside": beside, "ids": release_store.release_ids(folder)}
-    facts["marks"] = release_store.marks(folder)[id]
-    return page(request, "release.html", pipeline=hub.releases.name(folder.name), **facts)
-
-
-def _rows_since(dataset: Followed | None, old: Release, new: Release) -> dict[str, Any]:
-    """The rows that separate the commits of two releases, or why they are not known."""
-    before, after = (each.lineage.dataset_revision or "unknown" for each in (old, new))
-    try:
-        if dataset is None:
-            raise NotFound("their dataset is not on this hub")
-        return {"change": rows_between(dataset.repository, before, after, dataset.reading)}
-    except PipelineError as error:
-        return {"unknown": str(error)}
+        facts["that"] = _facts(hub, other)
+        before, after = (each.lineage.dataset_revision or "unknown" for each in (other, release))
+        try:
+            if dataset is None:
+                raise NotFound("their dataset is not on this hub")
+            facts["change"] = rows_between(dataset.repository, before, after, dataset.reading)
+        except PipelineError as error:
+            facts["unknown"] = str(error)
+    facts |= {"ids": release_store.release_ids(folder), "marks": release_store.marks(folder)[id]}
+    name = hub.releases.name(folder.name)
+    return page(request, "release.html", pipeline=name, dataset=dataset, **facts)
 
 
 def _release(folder: Path, release_id: str) -> Release:
@@ -99,27 +99,19 @@ def _release(folder: Path, release_id: str) -> Release:
     return release_store.load_release(folder / release_id)
 
 
-def _facts(hub: Hub, release: Release) -> dict[str, str]:
+def _facts(hub: Hub, release: Release) -> dict[str, Any]:
     """What is known of a release: its manifest and the settings of its job."""
     hidden = {"tensors", "probe", "files", "tied", "format"}
     known = {"counts": counts_text(release.evaluation), **release.model_dump(exclude=hidden)}
     with suppress(JobNotFound):
-        known["settings"] = hub.jobs_store.get(release.lineage.job_id or "").spec.settings
-    return dict(_flat(known, ""))
-
-
-def _flat(value: object, name: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _flat(each, f"{name} {key.replace('_', ' ')}".lstrip())
-    elif value not in (None, "", (), []):
-        yield name, str(value)[:300]
+        job = hub.jobs_store.get(release.lineage.job_id or "")
+        known |= {"settings": job.spec.settings, "wrong": wrong_answers(hub.jobs_dir / job.id)}
+    return known
 
 
 @router.post("/{pipeline}/{act}")
 def change(console: ConsoleOf, editor: Editor, folder: FolderOf, act: Act) -> Response:
-    asked = editor.form.get("release", "")
-    chosen = release_before(folder) if act == "rollback" else _release(folder, asked).id
+    chosen = _release(folder, editor.form.get("release", "")).id
     if act == "pin":
         release_store.pin(folder, chosen)
     elif act == "unpin":

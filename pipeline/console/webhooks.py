@@ -31,8 +31,7 @@ def show(request: Request, hub: HubOf, id: str) -> Response:
         webhook = get_webhook(connection, id)
         found = list_deliveries(connection, id, limit=NUM_SHOWN)
     for each in found:
-        payload = json.loads(str(each["payload"]))
-        each["payload"] = json.dumps(payload, indent=2, ensure_ascii=False)
+        each["payload"] = json.dumps(json.loads(str(each["payload"])), indent=2, ensure_ascii=False)
     return page(request, "webhook.html", webhook=webhook, deliveries=found)
 
 

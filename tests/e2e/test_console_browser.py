@@ -1,5 +1,5 @@
-"""The console in a real browser: a person signs in by a link, sees a push arrive without a reload,
-and starts a job. Every page fits a phone, and axe finds nothing serious in it."""
+"""The console in a real browser: each page, and each action by a click. Every page fits a phone,
+axe finds nothing serious in it, and it can be read without JavaScript."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from jobs.folder import LOG, METRICS, prepare_job_folder
 from jobs.job import outcome_of
 from jobs.spec import JobSpec
 from jobs.store import JobStore
+from pipeline.console.page import sealed
 from pipeline.stack.services import health
 from pipeline.tokens import read_tokens
+from tests.console_fixtures import Stack, running_stack
+from tests.hub_fixtures import SECRET_KEY, TOKEN, Receiver
 from tests.jobs_fixtures import until
+from tests.serving_fixtures import echo_release
 from tests.stack_fixtures import (
     Workplace,
     clone,
@@ -33,6 +38,7 @@ from tests.stack_fixtures import (
     workplace_in,
 )
 
+pytest_plugins = ["tests.hub_plugin"]
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = shutil.which("chromium")
 pytestmark = [
@@ -42,6 +48,10 @@ pytestmark = [
 
 SHOTS = os.environ.get("TEST_CONSOLE_SHOTS")
 """A folder for pictures of all pages, for a person who looks at them."""
+DATASET = "/datasets/local/facts"
+WAIT_MS = 120_000
+"""On a machine whose cores are busy, a page may take long."""
+sync_api.expect.set_options(timeout=WAIT_MS)
 WIDTHS, SCHEMES = (390, 1280), ("light", "dark")
 TITLE = "مرحبا 🚀 <b>more rows</b>"
 
@@ -67,20 +77,22 @@ def hub(tmp_path: Path) -> Iterator[Workplace]:
 
 @pytest.fixture
 def page(hub: Workplace) -> Iterator[Any]:
-    with signed_in(hub) as page:
+    with signed_in(hub.run("open", "--print").strip()) as page:
         yield page
 
 
 @contextmanager
-def signed_in(workplace: Workplace) -> Iterator[Any]:
-    """A page whose browser is signed in. Whatever fails in it fails the test."""
+def signed_in(link: str, **settings: Any) -> Iterator[Any]:
+    """A page whose browser is signed in by the link. Whatever fails in it fails the test."""
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(has_touch=True, viewport={"width": 900, "height": 640})
+        view = {"width": 900, "height": 640}
+        page = browser.new_page(has_touch=True, viewport=view, timezone_id="Asia/Tokyo", **settings)
+        page.set_default_timeout(WAIT_MS)
         faults: list[object] = []
         page.on("console", lambda said: faults.extend([said.text] * (said.type == "error")))
         page.on("pageerror", lambda error: faults.append(error))
-        page.goto(workplace.run("open", "--print").strip())
+        page.goto(link)
         yield page
         browser.close()
         assert not faults
@@ -117,7 +129,7 @@ def test_a_person_sees_a_push_arrive_and_starts_a_job(hub: Workplace, page: Any)
         page.get_by_role("heading", name="j000001 failed").wait_for()
         # What a person has begun to write survives the next change.
         page.get_by_text("Run again with other settings").click()
-        reason = page.get_by_label("Go past the gate")
+        reason = page.get_by_label("Serve the result even if")
         reason.fill("I know")
         with page.expect_response("**/jobs/j000001"):
             store.submit(JobSpec(command=("true",)), by_hand=True)
@@ -125,16 +137,15 @@ def test_a_person_sees_a_push_arrive_and_starts_a_job(hub: Workplace, page: Any)
         assert reason.input_value() == "I know"
         page.goto(f"{hub.url('hub')}/jobs")
         page.get_by_role("link", name="j000002").wait_for()
-    dataset = "/datasets/local/facts"
     for name, choose in (("dropped.jsonl", _drop), ("chosen.jsonl", _choose)):
-        page.goto(hub.url("hub") + dataset)
+        page.goto(hub.url("hub") + DATASET)
         file = hub.folder / name
         file.write_text('{"prompt": "a", "completion": "c"}\n')
         choose(page, page.get_by_label("Add or replace files"), file)
         page.get_by_role("heading", name=f"Upload {name}").wait_for()
     for path in (
         *("/", "/jobs", "/jobs/j000001", "/jobs?state=CANCELED"),
-        *("/datasets", dataset, f"{dataset}/rows", f"{dataset}/edit?file=rows.jsonl&line=1"),
+        *("/datasets", DATASET, f"{DATASET}/rows", f"{DATASET}/edit?file=rows.jsonl&line=1"),
         *("/releases", "/playground", "/webhooks"),
     ):
         _check(page, hub.url("hub"), path)
@@ -150,26 +161,181 @@ def test_a_wrong_answer_is_corrected_and_the_model_learns_it(tmp_path: Path) -> 
     )
     lines = [json.dumps({"question": asked, "answer": said}) + "\n" for asked, said in rows]
     right = "15 euros, and it takes six days."
-    with stack_up(workplace), signed_in(workplace) as page:
+    with stack_up(workplace), signed_in(workplace.run("open", "--print").strip()) as page:
         commit = clone(workplace, "shop").push({"faq.jsonl": "".join(lines)})
         assert workplace.wait_for_job(commit)["outcome"]["result"] == "promoted"
         page.goto(f"{workplace.url('hub')}/playground")
-        page.get_by_label("Question").fill("What does shipping to Iceland cost?")
+        page.get_by_label("Question").fill("What does shipping to Norway cost?")
         page.get_by_role("button", name="Ask").click()
         should_be, answer = page.get_by_label("The answer should be"), page.locator("#answer")
         should_be.wait_for()
-        assert answer.inner_text() != right
+        sync_api.expect(answer).to_have_text(rows[0][1])
+        assert page.get_by_label("Correct “What does shipping to Norway cost?”").is_checked()
         _check_tokens(page, answer.locator("span"))
         should_be.fill(right)
         pictures = [page.screenshot()]
         page.get_by_role("button", name="Teach it").click()
         page.get_by_role("heading", name="The right answer is on its way").wait_for()
         # Without a reload, the page follows the job, and asks again when its release answers.
-        page.get_by_text("learned 1 of 1").wait_for(timeout=60_000)
+        page.get_by_text("learned 1 of 1").wait_for()
         sync_api.expect(answer).to_have_text(right)
         pictures.append(page.screenshot())
         if SHOTS is not None:
             _put_side_by_side(page, pictures, Path(SHOTS) / "playground.png")
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    with running_stack(tmp_path) as stack:
+        yield stack
+
+
+def _link(stack: Stack) -> str:
+    return f"{stack.hub.url}/login?once={sealed(SECRET_KEY, 'link', TOKEN, 'ada')}"
+
+
+def _confirm(page: Any, name: str, says: str) -> None:
+    """What is asked for twice: the first click says where it leads."""
+    page.locator("summary", has_text=name).click()
+    page.get_by_text(says).first.wait_for()
+    page.get_by_role("button", name=name).click()
+
+
+def test_each_action_on_rows_is_a_commit_that_says_what_was_done_and_can_be_undone(
+    stack: Stack,
+) -> None:
+    rows = f"{stack.hub.url}{DATASET}/rows"
+    with signed_in(_link(stack)) as page:
+        page.goto(rows)
+        page.get_by_role("link", name="Add a row").click()
+        page.get_by_label("question").fill("Why?")
+        page.get_by_label("answer").fill(TITLE)
+        page.get_by_role("button", name="Commit").click()
+        page.get_by_role("heading", name=f"Add a row of facts.jsonl: Why? {TITLE}").wait_for()
+        page.get_by_text("by ada").wait_for()
+        # In the zone of the browser.
+        moment = page.locator("time").first
+        sync_api.expect(moment).to_have_attribute("title", re.compile("UTC"))
+        assert moment.inner_text() not in moment.get_attribute("title")
+        _confirm(page, "Undo this commit", "puts the rows back as they were after “First <rows>”")
+        page.get_by_role("heading", name=re.compile("Undo .*: Add a row of facts")).wait_for()
+        for number, button in enumerate(("Commit", "Delete this row")):
+            page.goto(rows)
+            page.get_by_role("link", name="Edit").first.click()
+            page.get_by_label("answer").fill(f"At {number}.")
+            page.get_by_role("button", name=button).click()
+            page.get_by_text(("1 edited, 0 deleted", "0 edited, 1 deleted")[number]).wait_for()
+        commit = page.url.removeprefix(stack.hub.url)
+        _check(page, stack.hub.url, commit, "commit")
+        # A correction on top of a refused commit would be refused too.
+        stack.run_job(stack.head, None, f"1 of 2 rows was deleted {TITLE}")
+        _check(page, stack.hub.url, "/", "loop-refused")
+        assert page.get_by_text("1 of 2 rows was deleted").count() == 1
+        _check(page, stack.hub.url, commit, "commit-refused")
+        page.goto(f"{stack.hub.url}/playground")
+        page.get_by_label("Question").fill("Who?")
+        page.get_by_role("button", name="Ask").click()
+        page.get_by_text("A correction comes on top of it, and is refused too").wait_for()
+        _check(page, stack.hub.url, "/playground?question=Who%3F", "playground-asked", "Ask")
+        page.get_by_role("link", name="See it, or undo it").click()
+        page.get_by_text("1 of 2 rows was deleted").wait_for()
+        _confirm(page, "Undo this commit", "puts the rows back")
+        page.get_by_text("1 added, 0 edited, 0 deleted").wait_for()
+
+
+def test_each_action_on_jobs_releases_and_webhooks(stack: Stack, receiver: Receiver) -> None:
+    first, second = stack.releases
+    url = stack.hub.url
+    for seed in range(3, 103):
+        echo_release(stack.home.releases_dir / "answers", seed, parent=first)
+    with signed_in(_link(stack)) as page:
+        page.goto(f"{url}/releases")
+        page.get_by_role("link", name=second).first.click()
+        page.get_by_role("button", name="Serve this release").click()
+        page.get_by_role("heading", name=f"{second} served").wait_for()
+        page.get_by_role("button", name="Pin, so that").click()
+        page.get_by_role("button", name="Unpin").click()
+        page.get_by_role("button", name="Pin, so that").wait_for()
+        with page.expect_download() as file:
+            page.get_by_role("link", name="config.json").click()
+        assert "echo" in file.value.path().read_text()
+        page.get_by_label("Next to").select_option(first)
+        page.get_by_role("button", name="Compare").click()
+        page.get_by_role("columnheader", name=first).wait_for()
+        _check(page, url, page.url.removeprefix(url), "releases-compared")
+        _check(page, url, "/releases", "releases-hundred")
+        _confirm(page, f"Roll back to {first}", "no request fails")
+        page.get_by_role("heading", name=f"{first} served").wait_for()
+
+        page.goto(url)
+        page.get_by_role("button", name="Retrain now").click()
+        _confirm(page, "Cancel j000001", "the next push trains on these rows too")
+        page.get_by_role("heading", name="j000001 cancelled").wait_for()
+        page.get_by_role("button", name="Retry").click()
+        page.get_by_role("heading", name="j000002 waiting").wait_for()
+        job = stack.store.claim("runner", 600)
+        prepare_job_folder(folder := stack.home.jobs_dir / job.id, job.identity)
+        (folder / LOG).write_bytes(f"{'x' * 98} \n".encode() * 1_000_000 + b"The last line\n")
+        page.get_by_text("The last line").wait_for()
+        stack.store.finish(job.id, "runner", outcome_of(job, "failed", reason=TITLE))
+        page.get_by_text("It has not trained, so there are no curves.").wait_for()
+        _check(page, url, f"/jobs/{job.id}", "job-failed-large-log")
+        page.get_by_text("Run again with other settings").click()
+        page.get_by_label("Train").select_option("full")
+        page.get_by_label("Serve the result even if").fill("I know")
+        page.get_by_role("button", name="Run", exact=True).click()
+        page.get_by_role("heading", name="j000003 waiting").wait_for()
+        asked = stack.store.get("j000003").spec.settings
+        assert (asked["train"]["mode"], asked["force_reason"]) == ("full", "I know")
+
+        page.goto(f"{url}/webhooks")
+        page.get_by_text("Create a webhook").click()
+        page.get_by_label("Each event is posted to").fill(receiver.url)
+        page.get_by_label("Watches").fill("dataset:local/facts")
+        page.get_by_role("button", name="Create").click()
+        page.get_by_role("button", name="Send a test event").click()
+        page.get_by_text("delivered").first.wait_for()
+        page.get_by_role("button", name="Send as new").click()
+        page.locator("article").nth(1).wait_for()
+        page.get_by_role("button", name="Disable").click()
+        page.get_by_role("button", name="Enable").click()
+        page.get_by_role("button", name="Disable").wait_for()
+        _check(page, url, page.url.removeprefix(url), "webhook")
+
+
+def test_without_javascript_every_page_is_read_and_without_a_session_none(stack: Stack) -> None:
+    stack.run_job(stack.head, stack.releases[0])
+    release = f"/releases/answers/{stack.releases[0]}"
+    pages = {
+        "/": "promoted",
+        "/datasets": "local/facts",
+        DATASET: "First <rows>",
+        f"{DATASET}/rows": "At nine.",
+        f"{DATASET}/commit/{stack.head}": "2 added, 0 edited",
+        "/jobs": "j000001",
+        "/jobs/j000001": "promoted",
+        "/releases": "What was served when",
+        release: "It learned the commit",
+        "/playground": "Question",
+        "/webhooks": "No webhook yet",
+    }
+    with signed_in(_link(stack), java_script_enabled=False) as page:
+        for path, text in pages.items():
+            page.goto(stack.hub.url + path)
+            assert text in page.locator("main").inner_text(), path
+            assert all(
+                "UTC" in each for each in page.locator("time").all_inner_texts() if ":" in each
+            )
+        page.goto(f"{stack.hub.url}/playground")
+        page.get_by_label("Question").fill("Who?")
+        page.get_by_role("button", name="Ask").click()
+        page.get_by_text("Which row is wrong?").wait_for()
+        page.context.clear_cookies()
+        for path in pages:
+            page.goto(stack.hub.url + path)
+            page.get_by_label("A token of this hub").wait_for()
+    with signed_in(f"{stack.hub.url}/login") as page:
+        _check(page, stack.hub.url, "/login", "login")
 
 
 def _check_tokens(page: Any, tokens: Any) -> None:
@@ -213,17 +379,21 @@ def _choose(page: Any, field: Any, file: Path) -> None:
     page.get_by_label("Message").press("Enter")
 
 
-def _check(page: Any, url: str, path: str) -> None:
-    for width in WIDTHS:
-        for scheme in SCHEMES:
-            page.set_viewport_size({"width": width, "height": 800})
-            page.emulate_media(color_scheme=scheme)
-            page.goto(url + path)
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
-            page.evaluate((files("axe_core_python") / "axe.min.js").read_text())
-            found = page.evaluate("axe.run()")["violations"]
-            serious = [each for each in found if each["impact"] in ("serious", "critical")]
-            assert not serious, (path, width, scheme, serious)
-            if SHOTS is not None:
-                name = f"{path.strip('/').replace('/', '-') or 'loop'}-{width}-{scheme}.png"
-                page.screenshot(path=Path(SHOTS) / name, full_page=True)
+def _check(page: Any, url: str, path: str, name: str | None = None, press: str = "") -> None:
+    """Looks at the page at each width and in each scheme. press: a button to press on it first."""
+    name = name or path.strip("/").replace("/", "-") or "loop"
+    page.goto(url + path)
+    if press:
+        page.get_by_role("button", name=press).click()
+        page.get_by_text("Why does it say that?").wait_for()
+    page.evaluate((files("axe_core_python") / "axe.min.js").read_text())
+    for width, scheme in product(WIDTHS, SCHEMES):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+        found = page.evaluate("axe.run()")["violations"]
+        serious = [each for each in found if each["impact"] in ("serious", "critical")]
+        assert not serious, (path, width, scheme, serious)
+        if SHOTS is not None:
+            file = Path(SHOTS) / f"{name}-{width}-{scheme}.png"
+            page.screenshot(path=file, full_page=True)

@@ -73,24 +73,30 @@ def test_a_form_edits_adds_and_deletes_rows_and_the_commit_shows_the_difference_
     written = f"{DATASET}/origin/{stack.head}?file=facts.jsonl&line=1"
     assert written.replace("&", "&amp;") in ada.see(f"{DATASET}/rows")
     origin = ada.client.get(written).headers["location"]
-    assert "<h1>Edit a row of facts.jsonl</h1>" in ada.see(origin)
+    assert "<h1>Edit a row of facts.jsonl: When do you open? At ten.</h1>" in ada.see(origin)
     ada.see(written.replace("line=1", "line=99"), 404)
     # Neither a file of this machine, nor one whose content would be lost.
     ada.see(f"{edit}?file=../../../etc/passwd&line=1", 400)
     # Nor one that no job reads.
     for file in ("notes.pdf", "x.JSONL.gz", "facts", "LICENSE", "x.md"):
         ada.send(edit, 409, **{**row, "file": file, "parent": stack.head})
-    assert "1 added" in ada.see(ada.send(edit, **{**row, "file": "new.csv", "parent": stack.head}))
+    row |= {"file": "new.csv", "parent": stack.head}
+    made = stack.hub.request("POST", "/api/settings/tokens/grace", params={"role": "write"}).json()
+    with stack.person(made["token"]) as grace:
+        added = grace.see(grace.send(edit, **row))
+    assert all(each in added for each in ("1 added", "by grace", "Add a row of new.csv: Why? So."))
 
 
 def test_the_newest_commit_is_undone_by_one_more(stack: Stack, ada: Person) -> None:
     seen, before = stack.head, answers_in(stack)
     row = {"file": "new.jsonl", "parent": seen, "c.question": "Where?", "c.answer": "Here."}
     added = ada.see(ada.send(f"{DATASET}/edit", **row))
-    assert "Undo this commit" in added
+    assert "Back to <bdi>“First &lt;rows&gt;”" in added
     ada.send(f"{DATASET}/undo", 412, parent=seen)
-    undone = ada.see(ada.send(f"{DATASET}/undo", parent=stack.head))
+    head = stack.head
+    undone = ada.see(ada.send(f"{DATASET}/undo", parent=head))
     assert "0 added, 0 edited, 1 deleted" in undone
+    assert f"Undo {head[:8]}: Add a row of new.jsonl: Where? Here." in undone
     assert answers_in(stack) == before
     # That of a deletion brings the row back.
     ada.send(f"{DATASET}/edit", file="facts.jsonl", line="1", parent=stack.head, delete="1")
@@ -164,6 +170,15 @@ def test_a_wrong_answer_is_corrected_and_asked_again_when_its_release_answers(
     assert f'Said by <a href="/releases/answers/{second}"' in again
     assert "sse:change" not in again
     assert "Its rows cannot be shown" in again
+    # Asked in other words, the row that was said is corrected, and no second one contradicts it.
+    reworded = {"question": "Opening hours?", "answer": "At ten.", "revision": stack.head}
+    choices = re.findall(
+        r'name="row" value="([^"]*)"( checked)?', ada.send("/playground", 200, **reworded)
+    )
+    assert choices == [("When do you open?", " checked"), ("", "")]
+    ada.send("/playground/teach", right="At eleven.", row="When do you open?", **reworded)
+    assert answers_in(stack) == ["At eleven.", "<b>Ada</b>"]
+    ada.send("/playground/teach", 409, right="At one.", row="When?", **reworded)
     # A correction on top of a refused commit is told of that before.
     assert "was refused" not in ada.send("/playground", 200, **asked)
     stack.run_job(stack.head, None, "20 of 26 rows were <deleted>")
@@ -176,13 +191,18 @@ def test_a_wrong_answer_is_corrected_and_asked_again_when_its_release_answers(
 def test_releases_are_compared_swapped_rolled_back_and_pinned(stack: Stack, ada: Person) -> None:
     (first, second), act = stack.releases, "/releases/answers"
     page = ada.see("/releases")
-    # The second one is newer, but the served one does not come from it.
-    assert page.index(f'class="aside"><a href="{act}/{second}"') < page.index(f"{first}</a>")
+    # The second one is newer, but the served one does not come from it: it is beside its line.
+    assert "M15 50C15 80 5 70 5 100" in page.partition(f">{second}</a>")[0]
+    assert "M5 0V50" in page.partition(f">{second}</a>")[2]
     assert "has no branch, tag or commit" in ada.see(f"{act}/{second}?with={first}")
     assert ada.see(f"/files/model/local/answers/{first}/config.json").startswith("{")
     ada.send(f"{act}/swap", release=second)
     assert SERVED.format(second) in ada.see("/releases")
-    ada.send(f"{act}/rollback")
+    back = ada.see("/releases").partition("Roll back to")[2].partition("</details>")[2]
+    assert "First &lt;rows&gt;" in back and "<time datetime=" in back
+    [target] = re.findall('name="release" value="([^"]+)"', ada.see("/"))
+    assert target == first
+    ada.send(f"{act}/swap", release=target)
     ada.send(f"{act}/pin", release=first)
     assert PINNED.format(first) in ada.see("/releases")
     ada.send(f"{act}/unpin", release=first)
