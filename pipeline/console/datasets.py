@@ -20,8 +20,9 @@ from pipeline.console import page as pages
 from pipeline.console.page import Console, ConsoleOf, Editor, Page, Viewer, Visitor, go, page
 from pipeline.doctor.data_check import divided
 from pipeline.doctor.revision import opened, read_rows, rows_between
-from pipeline.formats import HEAD, Pointer
+from pipeline.formats import HEAD
 from pipeline.hub import contents
+from pipeline.hub.commits import Build, build_commit, build_undo
 from pipeline.hub.errors import (
     BadRequest,
     PreconditionFailed,
@@ -189,24 +190,11 @@ def find_origin(
 @router.post("/{owner}/{name}/undo")
 async def undo(hub: HubOf, editor: Editor, dataset: FollowedOf) -> Response:
     """Commits the files as they were before the newest commit."""
-    summary, files = await run_in_threadpool(_undone, dataset)
-    sha = await commit(hub, editor, dataset, editor.form.get("parent"), summary, files)
+    head = dataset.head or ""
+    about = await run_in_threadpool(dataset.about, head)
+    summary = f"Undo {head[:8]}: {about['title'] if about else ''}"
+    sha = await commit(hub, editor, dataset, editor.form.get("parent"), summary, {}, build_undo)
     return go(dataset.url(f"/commit/{sha}"))
-
-
-def _undone(dataset: Followed) -> tuple[str, Files]:
-    """What is undone, and the files as they were before."""
-    repository, head = dataset.repository, dataset.head
-    if head is None or (parent := _parent(repository, head)) is None:
-        raise BadRequest("There is no commit before this one: delete its rows instead.")
-    changed = contents.changed_files(repository, parent, head)
-    files: dict[str, BytesIO | None] = {each.path: None for each in changed}
-    for each in contents.changed_files(repository, head, parent):
-        content = contents.read_file(repository, each)
-        if each.is_link or Pointer.parse(content) is not None:
-            raise BadRequest(f"{each.path} is no plain file: run `git revert`, and push.")
-        files[each.path] = BytesIO(content)
-    return f"Undo {head[:8]}: {dataset.about(head)['title']}", files
 
 
 @router.get("/{owner}/{name}/edit")
@@ -269,7 +257,13 @@ async def upload(request: Request, hub: HubOf, visitor: Viewer, dataset: Followe
 
 
 async def commit(
-    hub: Hub, editor: Visitor, dataset: Followed, parent: str | None, summary: str, files: Files
+    hub: Hub,
+    editor: Visitor,
+    dataset: Followed,
+    parent: str | None,
+    summary: str,
+    files: Files,
+    build: Build = build_commit,
 ) -> str:
     """Commits the files in the name of the person, on top of the commit that the person has seen
     (`parent`; empty if there was none). Returns the sha. Raises PreconditionFailed if the branch
@@ -277,4 +271,4 @@ async def commit(
     if parent is None or (parent == "" and dataset.head is not None):
         raise PreconditionFailed("The branch has moved since the page was read: reload the page.")
     name, branch, who = dataset.repository.name, dataset.branch, editor.identity
-    return await commit_contents(hub, who, name, branch, parent or None, summary, files)
+    return await commit_contents(hub, who, name, branch, parent or None, summary, files, build)

@@ -28,6 +28,7 @@ from pipeline.hub.contents import (
     Entry,
     have_equal_files,
     large_file_paths,
+    look_up,
     read_path,
     read_tree,
     tracking_line,
@@ -110,6 +111,9 @@ class Commit:
 
     header: CommitHeader
     changes: Sequence[Change]
+
+
+Build = Callable[[Repository, str | None, Commit, Signature], str]
 
 
 def parse_commit(body: IO[bytes]) -> Commit:
@@ -249,14 +253,45 @@ def _files_after(tree: Mapping[str, Entry], head: str | None, changes: Sequence[
     return after
 
 
+def build_undo(repository: Repository, head: str | None, wanted: Commit, author: Signature) -> str:
+    """As `build_commit`, but the files are those of the commit before `head`. That commit is the
+    second parent, so that git still finds who wrote the lines that come back. Raises BadRequest if
+    there is none."""
+    [before] = look_up(repository, [f"{head}^"])
+    if head is None or before is None:
+        raise BadRequest("There is no commit before this one: delete its rows instead.")
+    return commit_tree(repository, before[0], (head, before[0]), wanted.header.message, author)
+
+
+def commit_tree(
+    repository: Repository, tree: str, parents: Iterable[str], message: str, author: Signature
+) -> str:
+    """Makes a commit with the files of `tree`, and returns its sha. No ref leads to it."""
+    above = (option for parent in parents for option in ("-p", parent))
+    options = (f"{tree}^{{tree}}", *above, "-F", "-")
+    made = git(
+        repository.folder,
+        "commit-tree",
+        *options,
+        stdin=message.encode(),
+        extra=author.environment,
+    )
+    return made.decode().strip()
+
+
 def make_commit(
-    repository: Repository, ref: str, head: str | None, wanted: Commit, author: Signature
+    repository: Repository,
+    ref: str,
+    head: str | None,
+    wanted: Commit,
+    author: Signature,
+    build: Build = build_commit,
 ) -> str:
     """Makes the commit on top of `head`, moves `ref` to it, and returns its sha. If the files stay
     as they are in `head`, this makes no commit and returns `head`.
 
     Raises PreconditionFailed if the client based the changes on another commit than `head`. Raises
-    the errors of `build_commit`.
+    the errors of `build`.
     """
     parent = wanted.header.parentCommit
     if parent is not None and not (head or "").startswith(parent):
@@ -264,7 +299,7 @@ def make_commit(
             "The branch was updated since you opened this page. Please refresh and try again: "
             f"{ref} is at {head or 'no commit yet'}, and the commit was made for {parent}."
         )
-    commit = build_commit(repository, head, wanted, author)
+    commit = build(repository, head, wanted, author)
     if head and have_equal_files(repository, commit, head):
         return head
     git(repository.folder, "update-ref", ref, commit, head or NO_REF)

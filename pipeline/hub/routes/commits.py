@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 
 from pipeline.hub.commits import (
     MAX_GIT_BYTES,
+    Build,
     Change,
     Commit,
     CommitHeader,
@@ -205,6 +206,7 @@ async def commit_contents(
     parent: str | None,
     summary: str,
     files: Files,
+    build: Build = build_commit,
 ) -> str:
     """Makes a commit of these files, by their paths, on top of the commit `parent`, and returns its
     sha. Raises PreconditionFailed if the branch is at another commit."""
@@ -216,7 +218,7 @@ async def commit_contents(
         return [_change(repository, *each, is_tracked=each[0] in tracked) for each in files.items()]
 
     wanted = Commit(header=header, changes=await run_in_threadpool(changes))
-    made = await make(hub, identity, name, revision, wanted, commit_to_branch)
+    made = await make(hub, identity, name, revision, wanted, partial(commit_to_branch, build=build))
     return made[0]
 
 
@@ -252,7 +254,12 @@ def begin(log: EventLog, repository: Repository, identity: Identity) -> None:
 
 
 def commit_to_branch(
-    log: EventLog, repository: Repository, identity: Identity, revision: str, wanted: Commit
+    log: EventLog,
+    repository: Repository,
+    identity: Identity,
+    revision: str,
+    wanted: Commit,
+    build: Build = build_commit,
 ) -> Made:
     ref, head = find_branch(repository, revision)
     if ref.startswith(PULL_REQUEST_PREFIX) and ref not in open_bases(log.database, repository):
@@ -260,7 +267,7 @@ def commit_to_branch(
             f"The pull request of {ref} is merged or closed, so it takes no commits: reopen it if "
             "it is closed, or open another one."
         )
-    sha = make_commit(repository, ref, head, wanted, identity.signature)
+    sha = make_commit(repository, ref, head, wanted, identity.signature, build)
     return sha, () if sha == head else record_ref_changes(repository, log), None
 
 

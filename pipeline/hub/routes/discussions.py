@@ -19,6 +19,7 @@ from pydantic import BaseModel, StringConstraints
 from sqlalchemy import Connection, Row, func, insert, select, update
 from starlette.requests import Request
 
+from pipeline.hub.commits import commit_tree
 from pipeline.hub.contents import have_equal_files
 from pipeline.hub.database import discussion_events as events
 from pipeline.hub.database import discussions as table
@@ -399,13 +400,7 @@ def squash(repository: Repository, base: str, head: str, *, message: str, author
         )
     if have_equal_files(repository, base, tree):
         return base
-    commit = git(
-        repository.folder,
-        *("commit-tree", tree, "-p", base, "-F", "-"),
-        stdin=message.encode(),
-        extra=author.environment,
-    )
-    return commit.decode().strip()
+    return commit_tree(repository, tree, [base], message, author)
 
 
 def _as_json(discussion: Row[Any], repository: Repository) -> Json:
