@@ -10,8 +10,10 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from pipeline.console import datasets
+from pipeline.retrain.job import WRONG, WrongAnswer, WrongAnswers
 from tests.console_fixtures import Person, Stack, running_stack
 from tests.hub_fixtures import Receiver, wait_until
+from tests.serving_fixtures import CHAT_TEMPLATE, echo_release
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -250,3 +252,30 @@ def test_a_reader_sees_every_page_and_changes_nothing(stack: Stack, ada: Person)
             reader.send(path, 403)
         reader.send(f"{DATASET}/upload", 403, files={"files": ("a.jsonl", b"{}")})
     assert stack.head == stack.first_commit
+
+
+def test_what_was_not_learned_is_told_beside_what_was_wanted(stack: Stack, ada: Person) -> None:
+    stack.run_job(stack.head, None, "too little was learned")
+    [job] = stack.store.list()
+    answer = WrongAnswer(
+        place="facts.jsonl, line 1",
+        question="When do you open?",
+        is_reworded=False,
+        wanted="At nine.",
+        said="Ada it is",
+        answer_of="facts.jsonl, line 2",
+    )
+    folder = stack.home.jobs_dir / job.id
+    folder.mkdir(exist_ok=True)
+    (folder / WRONG).write_text(WrongAnswers(answers=(answer,)).model_dump_json())
+    page = ada.see(f"/jobs/{job.id}").partition("<h2>Not learned</h2>")[2]
+    shown = (answer.place, answer.question, answer.wanted, answer.said, "the answer of facts.jsonl")
+    assert all(each in page for each in shown)
+    # Beside another release, whose job is not known.
+    third = echo_release(
+        stack.home.releases_dir / "answers", 3, chat_template=CHAT_TEMPLATE, job_id=job.id
+    )
+    page = ada.see(f"/releases/answers/{third.id}?with={stack.releases[0]}")
+    table = page.partition("<h2>Answers to the same questions</h2>")[2].partition("</table>")[0]
+    shown = (answer.question, answer.wanted, answer.said, "as wanted, or not asked")
+    assert all(each in table for each in shown)
