@@ -44,12 +44,15 @@ class Question(BaseModel):
     def request(self, console: Console) -> tuple[str, dict[str, Any], SecretStr | None]:
         """The URL of the server, the body that asks it, and its API key."""
         settings = at_running_stack(console.settings, console.home)
-        pipeline, is_chat = settings.pipeline(self.pipeline), self.mode == "chat"
-        said = {"messages": [{"role": "user", "content": self.question}]}
-        body: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        body |= {"model": pipeline.name, **(said if is_chat else {"prompt": self.question})}
-        url = f"{settings.server_url(pipeline)}/v1/{'chat/' * is_chat}completions"
-        return url, body, settings.serving.api_key
+        pipeline = settings.pipeline(self.pipeline)
+        path = "completions"
+        said: dict[str, Any] = {"prompt": self.question}
+        if self.mode == "chat":
+            path = "chat/completions"
+            said = {"messages": [{"role": "user", "content": self.question}]}
+        limits = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        url = f"{settings.server_url(pipeline)}/v1/{path}"
+        return url, {"model": pipeline.name, **said, **limits}, settings.serving.api_key
 
 
 @router.get("")

@@ -257,7 +257,7 @@ def build_undo(repository: Repository, head: str | None, wanted: Commit, author:
     """As `build_commit`, but the files are those of the commit before `head`. That commit is the
     second parent, so that git still finds who wrote the lines that come back. Raises BadRequest if
     there is none."""
-    [before] = look_up(repository, [f"{head}^"])
+    before = None if head is None else look_up(repository, [f"{head}^"])[0]
     if head is None or before is None:
         raise BadRequest("There is no commit before this one: delete its rows instead.")
     return commit_tree(repository, before[0], (head, before[0]), wanted.header.message, author)
