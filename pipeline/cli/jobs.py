@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -38,10 +39,11 @@ from pipeline.cli.terminal import (
 from pipeline.doctor.facts import subject, wrong_answers
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.retrain.errors import SnapshotError
 from pipeline.retrain.job import WrongAnswers
 from pipeline.runner.job_store import NOWHERE, open_job_store
 from pipeline.runner.run import run_jobs
-from pipeline.runner.submit import dataset_of_job
+from pipeline.runner.submit import source_of_job
 from pipeline.settings import load_settings
 from pipeline.stack.record import running_settings
 from pipeline.tokens import load_tokens
@@ -334,6 +336,9 @@ def _contains(home: Home, sha: str, job: Job, asked: dict[str, bool]) -> bool:
         return False
     if head not in asked:
         tokens = load_tokens(home.tokens_file)
-        dataset = dataset_of_job(job, running_settings(home).hub_url, tokens)
-        asked[head] = dataset.contains(sha, head, home.snapshots_dir / job.spec.pipeline)
+        cache_dir = home.snapshots_dir / job.spec.pipeline
+        source = source_of_job(job, running_settings(home).hub_url, tokens, cache_dir)
+        asked[head] = False
+        with suppress(SnapshotError):  # the history cannot be read
+            asked[head] = source.is_ancestor(sha, head)
     return asked[head]

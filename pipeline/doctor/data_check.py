@@ -29,7 +29,7 @@ from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
 from pipeline.retrain.job import find_parent
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
-from pipeline.retrain.sources import DatasetHub, GitDataset, own_token
+from pipeline.retrain.sources import OWN_TOKEN_SOURCE, DatasetHub, GitDataset, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
@@ -172,13 +172,7 @@ def _source(
     if other_hub is None:
         return GitDataset(_address(home, settings, pipeline), cache_dir)
     token = own_token(os.environ, load_tokens(home.tokens_file).hub)
-    return DatasetHub(
-        pipeline.dataset,
-        cache_dir,
-        endpoint=other_hub,
-        token=token or False,
-        token_source="HF_TOKEN, or the token of `hf auth login`",
-    )
+    return DatasetHub(pipeline.dataset, cache_dir, other_hub, token or False, OWN_TOKEN_SOURCE)
 
 
 def _address(home: Home, settings: Settings, pipeline: PipelineSettings) -> str:

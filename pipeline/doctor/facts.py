@@ -22,7 +22,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.job import PROMOTION_DIR, WRONG, Metric, WrongAnswers, read_record
 from pipeline.runner.job_store import reading_jobs
-from pipeline.runner.submit import Dataset
+from pipeline.runner.submit import ask_head, source_of
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack.record import Child, StackRecord, read_stack
 from pipeline.stack.services import health, server_state
@@ -133,7 +133,7 @@ class Facts:
         if tokens is None or not self.settings.is_on_own_hub(pipeline):
             return None
         with suppress(HeadAway, NoHead):
-            return Dataset.of(pipeline.dataset, None, url, tokens.hub).head(pipeline.ref)
+            return ask_head(source_of(pipeline.dataset, None, url, tokens.hub), pipeline.ref)
         return None
 
     def followers(self, pipeline: PipelineSettings) -> list[dict[str, Any]]:

@@ -23,17 +23,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from jobs.errors import is_temporary
 from jobs.folder import METRICS, SPEC
 from jobs.outcome import JobOutcome, OutcomeResult
-from jobs.spec import JobSpec, RevisionRange, is_git_url
+from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain.elsewhere import ReleasesOnHub
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.sources import (
     OWN_TOKEN,
-    OWN_TOKEN_SOURCE,
     DatasetHub,
     GitDataset,
     Revision,
     cached_login,
+    dataset_source,
 )
 from serving.weights.atomic_file import write_atomically
 from serving.weights.release import Lineage
@@ -252,13 +252,15 @@ class RetrainJob:
 
     @property
     def hub(self) -> DatasetHub | GitDataset:
-        dataset, endpoint = self.settings.dataset, self.settings.dataset_endpoint
-        if is_git_url(dataset):
-            return GitDataset(dataset, self.cache_dir)
-        if endpoint == "hub":
-            return DatasetHub(dataset, self.cache_dir, self.hub_endpoint, self.hub_token)
-        token: str | Literal[False] = self.own_token or cached_login() or False
-        return DatasetHub(dataset, self.cache_dir, endpoint, token, OWN_TOKEN_SOURCE)
+        endpoint = self.settings.dataset_endpoint
+        return dataset_source(
+            self.settings.dataset,
+            None if endpoint == "hub" else endpoint,
+            self.hub_endpoint,
+            self.hub_token,
+            self.own_token or cached_login(),
+            self.cache_dir,
+        )
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:

@@ -16,11 +16,13 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from jobs.spec import is_git_url
 from pipeline.formats import Pointer, may_be_pointer
 from pipeline.retrain.dataset import NEEDED, is_needed, shown, why_no_data
 from pipeline.retrain.errors import HubAway, SnapshotError
@@ -62,24 +64,20 @@ def cached_login() -> str | None:
         return None
 
 
-def is_status_away(status: int) -> bool:
-    """Whether this is the status code of a hub that is too busy, is starting or has failed. Such an
-    answer is treated like a missing one."""
-    return status == 429 or status >= 500
-
-
 def is_away(error: BaseException) -> bool:
-    """Whether this error of the hub's client means that the hub cannot be reached, or is too busy
-    to answer."""
+    """Whether this error of the hub's client means that the hub cannot be reached, is too busy to
+    answer, is starting or has failed."""
     import httpx2  # the hub's client raises its errors
     from huggingface_hub.errors import HfHubHTTPError
 
     # The client may hide a failed connection as the cause of an error about missing files.
-    return any(
-        isinstance(each, httpx2.TransportError)
-        or (isinstance(each, HfHubHTTPError) and is_status_away(each.response.status_code))
-        for each in (error, error.__cause__)
-    )
+    for each in (error, error.__cause__):
+        status = each.response.status_code if isinstance(each, HfHubHTTPError) else 0
+        # If an answer is not JSON, it does not come from a hub.
+        is_no_answer = isinstance(each, httpx2.TransportError | JSONDecodeError)
+        if is_no_answer or status == 429 or status >= 500:
+            return True
+    return False
 
 
 class Revision(BaseModel):
@@ -107,10 +105,13 @@ class DatasetHub:
     token_source: str = "HF_TOKEN"
     """Where the token comes from, for error messages."""
 
-    def head(self, ref: str) -> str:
-        """The commit that `ref` points to. Raises SnapshotError."""
+    def head(self, ref: str, seconds: float | None = None) -> str:
+        """The commit that `ref` points to, or that a part of its id names. Waits at most `seconds`
+        for the answer. Raises SnapshotError."""
         with self._translated(f"{ref} of {self.dataset}"):
-            info = self._api.dataset_info(self.dataset, revision=ref.removeprefix("refs/heads/"))
+            info = self._api.dataset_info(
+                self.dataset, revision=ref.removeprefix("refs/heads/"), timeout=seconds
+            )
         if info.sha is None:
             raise SnapshotError(f"{ref} of dataset {self.dataset} has no commit yet; push one")
         return info.sha
@@ -177,7 +178,8 @@ class DatasetHub:
 
         try:
             yield
-        except (httpx2.HTTPError, OSError) as error:
+        # The last three: the client cannot understand the name, or the answer.
+        except (httpx2.HTTPError, OSError, ValueError, LookupError, TypeError) as error:
             reason = _reason(error, self.token_source if self.token else None)
             raise (HubAway if is_away(error) else SnapshotError)(
                 f"{what} could not be fetched from {self.endpoint or 'huggingface.co'}: {reason}"
@@ -189,7 +191,7 @@ def _reason(error: Exception, token_source: str | None) -> str:
     from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
     if isinstance(error, RevisionNotFoundError):
-        return "it has no such revision (was it removed by a force-push?)"
+        return "it has no such revision; push it (or was it removed by a force-push?)"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status not in (401, 403, 404):
         return first_line(error)
@@ -200,7 +202,7 @@ def _reason(error: Exception, token_source: str | None) -> str:
         )
     return (
         f"there is no such dataset, or {token_source} is wrong, has expired, or may not read this "
-        f"dataset ({status})"
+        f"dataset ({status}); `pipeline up` creates datasets only on the stack's own hub"
     )
 
 
@@ -404,6 +406,24 @@ class GitDataset:
         return kind(
             _LOGIN.sub("://", f"{what} could not be fetched from {self.dataset}: {lines[-1]}")
         )
+
+
+def dataset_source(
+    dataset: str,
+    other_hub: str | None,
+    own_hub: str | None,
+    token: str | None,
+    own_token: str | None,
+    cache_dir: Path,
+) -> DatasetHub | GitDataset:
+    """The dataset at a git URL, or on `other_hub` or, if that is None, on the stack's own hub.
+
+    token: for the stack's own hub. own_token: that of the user, for another hub."""
+    if is_git_url(dataset):
+        return GitDataset(dataset, cache_dir)
+    if other_hub is None:
+        return DatasetHub(dataset, cache_dir, own_hub, token)
+    return DatasetHub(dataset, cache_dir, other_hub, own_token or False, OWN_TOKEN_SOURCE)
 
 
 def _pointed_to(path: Path) -> str | None:

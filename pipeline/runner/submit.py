@@ -11,24 +11,21 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import httpx
 from pydantic import ValidationError
 
 from jobs.errors import HeadAway, NoHead
 from jobs.folder import SPEC
 from jobs.job import FindHead, Head, Job
-from jobs.spec import LOCAL, JobSpec, RevisionRange, is_git_url
+from jobs.spec import LOCAL, JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.settings import RetrainSettings, SkipIf
-from pipeline.retrain.sources import DatasetHub, GitDataset, is_status_away, own_token
+from pipeline.retrain.sources import DatasetHub, GitDataset, dataset_source, own_token
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload
@@ -42,126 +39,71 @@ RETRAINING = "pipeline.retrain"
 ASK_SECONDS = 5.0
 """How long to wait for an answer. The runner does nothing else meanwhile."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """A dataset, and where it is."""
-
-    name: str
-    """`owner/name` on a hub, or a git URL."""
-    hub_url: str
-    """The hub that has the dataset. Not used for a git URL."""
-    token: str | None = field(repr=False)
-    if_missing: str
-    """The end of the error message for a missing dataset. It says what the user can do."""
-
-    @classmethod
-    def of(cls, name: str, other_hub: str | None, own_hub: str, token: str) -> "Dataset":
-        """The dataset `name` on the hub `other_hub` or, if that is None, on the stack's own hub,
-        which has the URL `own_hub` and the token `token`."""
-        if other_hub is None or is_git_url(name):
-            missing = "`pipeline up` creates it"
-            return cls(name=name, hub_url=own_hub, token=token, if_missing=missing)
-        return cls(
-            name=name,
-            hub_url=other_hub,
-            token=own_token(os.environ, token),
-            if_missing="or your token may not read it: set HF_TOKEN, or run `hf auth login`",
-        )
-
-    def head(self, ref: str) -> str:
-        """The commit that `ref` points to. Raises HeadAway, or NoHead if there is no such ref."""
-        if is_git_url(self.name):
-            try:
-                return GitDataset(self.name, Path(os.devnull)).head(ref, ASK_SECONDS)
-            except HubAway as error:
-                raise HeadAway(str(error)) from error
-            except SnapshotError as error:
-                raise NoHead(str(error)) from error
-        branch = ref.removeprefix("refs/heads/")
-        return self._commit(branch, f"has no commit on {branch}; push one")
-
-    def commit(self, revision: str) -> str:
-        """The full id of the commit `revision`. For a git URL, this is `revision` itself, without a
-        check. Raises HeadAway, or NoHead if there is no such commit."""
-        if is_git_url(self.name):
-            return revision
-        missing = f"has no commit {revision!r}; push this commit, or leave --revision out"
-        return self._commit(revision, missing)
-
-    def _commit(self, revision: str, if_missing: str) -> str:
-        # The name of a branch may contain a character that would end the URL's path, such as #.
-        url = f"{self.hub_url}/api/datasets/{self.name}/revision/{quote(revision, safe='')}"
-        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
-        try:
-            answer = httpx.get(url, headers=headers, timeout=ASK_SECONDS, follow_redirects=True)
-            if is_status_away(answer.status_code):
-                answer.raise_for_status()
-            found = answer.json() if answer.is_success else {}
-            sha = found.get("sha") if isinstance(found, dict) else None
-        except (httpx.HTTPError, ValueError) as error:
-            raise HeadAway(
-                f"could not ask the hub at {self.hub_url} for {self.name}@{revision}: {error}; "
-                "check that this hub is up"
-            ) from error
-        if isinstance(sha, str):
-            return sha
-        if answer.is_success or answer.headers.get("X-Error-Code") == "RevisionNotFound":
-            raise NoHead(f"dataset {self.name} {if_missing}")
-        raise NoHead(f"there is no dataset {self.name} on {self.hub_url}; {self.if_missing}")
-
-    def contains(self, commit: str, head: str, cache_dir: Path) -> bool:
-        """Whether `commit` is in the history of `head`. For a dataset on a hub, the hub lists this
-        history. For a git URL, git looks into the repository that the jobs of the pipeline have
-        fetched into `cache_dir`. False if the history cannot be read."""
-        try:
-            if is_git_url(self.name):
-                return GitDataset(self.name, cache_dir).is_ancestor(commit, head)
-            hub = DatasetHub(self.name, cache_dir, self.hub_url, self.token or False)
-            return hub.is_ancestor(commit, head)
-        except SnapshotError:
-            return False
-
-    def push_payload(
-        self, revisions: RevisionRange, delivered: dict[str, Any] | None, webhook: str
-    ) -> dict[str, Any]:
-        """The payload that the hub would send for a push of `revisions`. What does not depend on
-        the commit comes from the payload that a hub has `delivered`; without one, the payload names
-        `webhook` as its webhook."""
-        delivered = delivered or {}
-        place = f"datasets/{self.name}"
-        repo = delivered.get("repo") or {
-            "type": "dataset",
-            "name": self.name,
-            "id": self.name,
-            "private": True,
-            "owner": {"id": self.name if is_git_url(self.name) else self.name.partition("/")[0]},
-            "url": {"web": self.name}
-            if is_git_url(self.name)
-            else {"web": f"{self.hub_url}/{place}", "api": f"{self.hub_url}/api/{place}"},
-        }
-        if revisions.ref == DEFAULT_BRANCH:
-            repo = repo | {"headSha": revisions.new_sha}
-        return {
-            "event": {"action": "update", "scope": "repo.content"},
-            "repo": repo,
-            "webhook": delivered.get("webhook") or {"id": webhook, "version": 3},
-            "updatedRefs": [
-                {"ref": revisions.ref, "oldSha": revisions.old_sha, "newSha": revisions.new_sha}
-            ],
-        }
-
-    def push(self, ref: str, sha: str) -> tuple[RevisionRange, dict[str, Any]]:
-        """The range of a job by hand for this commit, and the payload that the hub would send."""
-        revisions = RevisionRange(repo=self.name, ref=ref, new_sha=sha)
-        return revisions, self.push_payload(revisions, None, "by-hand")
+Source = DatasetHub | GitDataset
 
 
-def dataset_of_job(job: Job, hub_url: str, tokens: Tokens) -> Dataset:
+def source_of(
+    dataset: str, other_hub: str | None, hub_url: str, token: str, cache_dir: Path | None = None
+) -> Source:
+    """The dataset on the hub `other_hub` or, if that is None, on the stack's own hub, which has the
+    URL `hub_url` and the token `token`. cache_dir: the folder for downloads, if there are any."""
+    user_token = own_token(os.environ, token)
+    folder = cache_dir or Path(os.devnull)
+    return dataset_source(dataset, other_hub, hub_url, token, user_token, folder)
+
+
+def source_of_job(job: Job, hub_url: str, tokens: Tokens, cache_dir: Path | None = None) -> Source:
     """The dataset of a job with a range of commits. `hub_url` is the URL of the stack's own hub."""
     assert job.spec.revisions is not None
     other_hub = job.spec.env.get("DATASET_ENDPOINT")
-    return Dataset.of(job.spec.revisions.repo, other_hub, hub_url, tokens.hub)
+    return source_of(job.spec.revisions.repo, other_hub, hub_url, tokens.hub, cache_dir)
+
+
+def ask_head(source: Source, ref: str) -> str:
+    """The commit that `ref` points to. Raises HeadAway, or NoHead if there is no such ref."""
+    try:
+        return source.head(ref, ASK_SECONDS)
+    except HubAway as error:
+        raise HeadAway(str(error)) from error
+    except SnapshotError as error:
+        raise NoHead(str(error)) from error
+
+
+def _commit(source: Source, revision: str) -> str:
+    """The full id of the commit `revision`. For a git URL, this is `revision` itself, without a
+    check. Raises the errors of `ask_head`."""
+    return revision if isinstance(source, GitDataset) else ask_head(source, revision)
+
+
+def push_payload(
+    source: Source, revisions: RevisionRange, delivered: dict[str, Any] | None, webhook: str
+) -> dict[str, Any]:
+    """The payload that the hub would send for a push of `revisions`. What does not depend on the
+    commit comes from the payload that a hub has `delivered`; without one, the payload names
+    `webhook` as its webhook."""
+    delivered, name = delivered or {}, source.dataset
+    owner, url = name, {"web": name}
+    if isinstance(source, DatasetHub):
+        place, owner = f"datasets/{name}", name.partition("/")[0]
+        url = {"web": f"{source.endpoint}/{place}", "api": f"{source.endpoint}/api/{place}"}
+    made = {"type": "dataset", "name": name, "id": name, "private": True}
+    repo = delivered.get("repo") or {**made, "owner": {"id": owner}, "url": url}
+    if revisions.ref == DEFAULT_BRANCH:
+        repo = repo | {"headSha": revisions.new_sha}
+    return {
+        "event": {"action": "update", "scope": "repo.content"},
+        "repo": repo,
+        "webhook": delivered.get("webhook") or {"id": webhook, "version": 3},
+        "updatedRefs": [
+            {"ref": revisions.ref, "oldSha": revisions.old_sha, "newSha": revisions.new_sha}
+        ],
+    }
+
+
+def _push(source: Source, ref: str, sha: str) -> tuple[RevisionRange, dict[str, Any]]:
+    """The range of a job by hand for this commit, and the payload that the hub would send."""
+    revisions = RevisionRange(repo=source.dataset, ref=ref, new_sha=sha)
+    return revisions, push_payload(source, revisions, None, "by-hand")
 
 
 def head_finder(hub_url: str, tokens: Tokens) -> FindHead:
@@ -169,16 +111,16 @@ def head_finder(hub_url: str, tokens: Tokens) -> FindHead:
 
     def find_head(job: Job) -> Head:
         assert job.spec.revisions is not None
-        dataset = dataset_of_job(job, hub_url, tokens)
+        source = source_of_job(job, hub_url, tokens)
         try:
-            sha = dataset.head(job.spec.revisions.ref)
+            sha = ask_head(source, job.spec.revisions.ref)
         except HeadAway as away:
             if str(away) != job.waits_for:
                 logger.warning("Job %s waits: %s", job.id, away, extra={"job_id": job.id})
             raise
         revisions = job.spec.revisions.model_copy(update={"new_sha": sha})
         webhook = "by-hand" if job.by_hand else "retrain"
-        return Head(sha=sha, payload=dataset.push_payload(revisions, job.payload, webhook))
+        return Head(sha=sha, payload=push_payload(source, revisions, job.payload, webhook))
 
     return find_head
 
@@ -277,14 +219,14 @@ def submit_retraining(
     PendingJob if the pipeline already has a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
-    dataset = _dataset_of(hub_url, home, settings, pipeline)
+    source = _source_of(hub_url, home, settings, pipeline)
     if payload is not None:
         revision = _pushed_commit(payload, rule.ref)
     if revision is None:
-        dataset.head(rule.ref)  # raises an error if there is none
+        ask_head(source, rule.ref)  # raises an error if there is none
         revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref)
     else:
-        revisions, made = dataset.push(rule.ref, dataset.commit(revision))
+        revisions, made = _push(source, rule.ref, _commit(source, revision))
         payload = payload or made
     # The job need not wait for deliveries, because a job by hand gets none.
     spec = rule.spec.model_copy(update={"revisions": revisions, "debounce_seconds": 0.0})
@@ -317,10 +259,10 @@ def submit_command(
         rule = retrain_rule(settings, home, pipeline)
         env = rule.spec.env
     if pipeline is not None and payload is None:
-        dataset = _dataset_of(hub_url, home, settings, pipeline)
+        source = _source_of(hub_url, home, settings, pipeline)
         try:
-            sha = dataset.head(rule.ref) if revision is None else dataset.commit(revision)
-            _, payload = dataset.push(rule.ref, sha)
+            sha = ask_head(source, rule.ref) if revision is None else _commit(source, revision)
+            _, payload = _push(source, rule.ref, sha)
         except (NoHead, HeadAway):
             if revision is not None:
                 raise
@@ -341,11 +283,9 @@ def _pushed_commit(payload: dict[str, Any], ref: str) -> str:
     return commit
 
 
-def _dataset_of(
-    hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings
-) -> Dataset:
+def _source_of(hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings) -> Source:
     token = load_tokens(home.tokens_file).hub
-    return Dataset.of(pipeline.dataset, settings.other_hub(pipeline), hub_url, token)
+    return source_of(pipeline.dataset, settings.other_hub(pipeline), hub_url, token)
 
 
 # The job of which this process is a part

@@ -69,7 +69,7 @@ def test_a_token_that_is_wrong_or_was_revoked_is_named(
             f"revision {elsewhere.sha} of {DATASET} could not be fetched from"
             f" {elsewhere.hub.url}: there is no such dataset, or HF_TOKEN of the shell that started"
             " the stack, or the token of `hf auth login` is wrong, has expired, or may not read"
-            " this dataset (401)"
+            " this dataset (401); `pipeline up` creates datasets only on the stack's own hub"
         )
         assert token not in str(caught.value)
 

@@ -276,10 +276,9 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
             )
         return str(error.value)
 
-    assert "has no commit 'deadbeef'; push this commit, or leave --revision out" in refused(
-        "deadbeef"
-    )
-    assert "push" in refused(None) and "--revision" not in refused(None)
+    told = f"of local/facts could not be fetched from {hub.url}: it has no such revision; push it"
+    assert f"deadbeef {told}" in refused("deadbeef")
+    assert f"refs/heads/main {told}" in refused(None)
 
 
 def test_a_job_by_hand_trains_with_the_settings_of_its_command(

@@ -2,13 +2,15 @@
 
 import importlib.util
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.fernet import Fernet
 
-from jobs.errors import HeadAway
+from jobs.errors import HeadAway, NoHead
 from jobs.process import identify
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.errors import PipelineError
@@ -17,7 +19,7 @@ from pipeline.runner import by_hand, run
 from pipeline.runner.by_hand import with_runner
 from pipeline.runner.elsewhere import user_token_variable
 from pipeline.runner.job_store import open_job_store
-from pipeline.runner.submit import Dataset, submit_retraining
+from pipeline.runner.submit import ask_head, push_payload, source_of, submit_retraining
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack.record import Child, StackRecord
 from pipeline.stack.supervisor import Stack
@@ -47,9 +49,34 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     home, settings = Home(tmp_path), Settings()
     with (
         open_job_store(settings, home) as store,
-        pytest.raises(HeadAway, match=r"could not ask the hub at http://127\.0\.0\.1:9 for"),
+        pytest.raises(
+            HeadAway, match=r"main of local/facts could not be fetched from http://127\.0\.0\.1:9: "
+        ),
     ):
         submit_retraining(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [(503, "{}", HeadAway), (200, "a page", HeadAway), (200, "{}", NoHead), (404, "{}", NoHead)],
+)
+def test_a_program_that_is_no_hub_fails_a_job_only_if_it_speaks_for_one(
+    status: int, body: str, kind: type[Exception]
+) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request).start()
+        source = source_of("local/facts", None, f"http://127.0.0.1:{server.server_port}", "hf_x")
+        with pytest.raises(kind):
+            ask_head(source, "refs/heads/main")
 
 
 @pytest.mark.parametrize(
@@ -132,9 +159,9 @@ def test_a_job_sees_none_of_the_services_secrets(
 
 
 def test_the_payload_of_a_pipelines_first_job_says_that_nothing_came_before() -> None:
-    dataset = Dataset(name="local/facts", hub_url="http://hub", token=None, if_missing="")
     revisions = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha="b" * 40)
-    payload = dataset.push_payload(revisions, None, "retrain")
+    source = source_of("local/facts", None, "http://hub", "hf_token")
+    payload = push_payload(source, revisions, None, "retrain")
     assert payload["updatedRefs"] == [
         {"ref": "refs/heads/main", "oldSha": None, "newSha": "b" * 40}
     ]
