@@ -6,6 +6,7 @@ record is written.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,49 @@ class Checkpoint(BaseModel):
         places = {*self.not_trained, *self.not_learned}
         done = {row.digest for place, row in enumerate(rows) if place not in places}
         return {rows[place].digest for place in places} - done
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """The course of a training so far: what it has visited, and what is due."""
+
+    step: int = 0
+    tokens: int = 0
+    number: int = 0
+    """The number of the current pass, from 0."""
+    visits: list[int] = field(default_factory=list)
+    """The sequences that this pass visits, in order."""
+    place: int = 0
+    """How many steps of this pass are done."""
+    streak: list[int] = field(default_factory=list)
+    """For each sequence, how often its answer was right since it was last wrong."""
+    due: list[int] = field(default_factory=list)
+    """For each sequence, the next pass that visits it. 0 if it was never visited."""
+    lost: list[int] = field(default_factory=list)
+    """Sequences that a measurement found wrong. They are learned again."""
+    replayed: int = 0
+    """How many sequences of unchanged rows were visited so far."""
+    anchored: int = 0
+    """How many anchors (answers of the base model) were visited so far."""
+    unlearned: int = 0
+    """How many deleted rows were visited so far."""
+    warm_up_from: int = 0
+    """The step at which the learning rate begins to rise."""
+    cool_down_from: int | None = None
+    """The step at which the learning rate begins to fall. None if it is not decided yet."""
+    evaluated_at: int = 0
+    """The last measurement was made after this many tokens."""
+    best: float | None = None
+    """The best result of a measurement: the lowest held-out loss, or the lowest number of wrong
+    rows."""
+    stale: int = 0
+    """How many measurements were made since the best one."""
+
+    @property
+    def is_relearning(self) -> bool:
+        """Whether a measurement has found wrong rows, which are now learned again. Only for rows
+        with an answer."""
+        return self.best is not None and self.best > 0
 
 
 State = dict[str, Any]

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.retrain import loss
 from pipeline.retrain import train as loop
+from pipeline.retrain.checkpoint import TrainingState
 from pipeline.retrain.loss import (
     KEEP_BASE,
     AnchorTarget,
@@ -193,7 +194,7 @@ def gradient(monkeypatch: pytest.MonkeyPatch, plan: TrainingPlan, visited: int) 
         )
 
     settings = TrainSettings(max_grad_norm=1e9, micro_batch_tokens=64)
-    progress = loop.TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
+    progress = TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", step)
         loop._step(

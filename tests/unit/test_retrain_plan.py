@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.retrain.base_model import train_tokenizer
+from pipeline.retrain.checkpoint import TrainingState
 from pipeline.retrain.data import TrainingData
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.model import usual_rank
@@ -23,7 +24,7 @@ from pipeline.retrain.plan import (
 from pipeline.retrain.rows import Row, contradictions
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.tokens import TokenSequence
-from pipeline.retrain.train import TrainingState, _rate
+from pipeline.retrain.train import _rate
 from tests.training_fixtures import plan_of, rows
 
 TOKENIZER = train_tokenizer([Row(text="a question and its answer", file="a", number=0)])
