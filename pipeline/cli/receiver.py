@@ -23,10 +23,9 @@ from pipeline.retrain.sources import own_token
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import retrain_rules
 from pipeline.settings import load_settings
-from pipeline.stack.subscriptions import credentials_of_other_hubs
+from pipeline.stack.subscriptions import hub_credentials
 from pipeline.tokens import load_tokens, secret_in_shell
 from receiver.settings import ReceiverSettings
-from receiver.tunnel import HubCredentials
 from receiver.verify import PushSender
 
 app = typer.Typer(
@@ -61,10 +60,7 @@ def receiver(
         server = WebhooksServer(
             webhook_secret=tokens.webhook,
             settings=ReceiverSettings.model_validate(receiver_settings),
-            hubs=[
-                HubCredentials(endpoint=settings.hub_url, token=tokens.hub),
-                *credentials_of_other_hubs(settings, home, tokens),
-            ],
+            hubs=hub_credentials(settings, home, tokens),
             state_dir=home.root,
             secret_in_shell=secret_in_shell(home.tokens_file),
         )

@@ -2,7 +2,7 @@
 and what to do about the fault, but repairs nothing."""
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
@@ -17,7 +17,7 @@ from pipeline.hub.database import deliveries, read_only
 from pipeline.paths import settings_file
 from pipeline.settings import PipelineSettings
 from pipeline.stack.record import stale_settings
-from pipeline.stack.subscriptions import ROUTE, other_hubs, own_webhook, unwatched_datasets
+from pipeline.stack.subscriptions import FollowedHub, other_hubs, own_hub
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
 from receiver.webhooks import WebhookRecord
@@ -158,30 +158,9 @@ def check_webhooks(facts: Facts) -> Iterator[Finding]:
             step = f"pipeline webhooks deliveries says why; pipeline webhooks enable {webhook.id}"
             waits = f"its deliveries to {webhook.url or 'its job'} failed again and again, and wait"
             yield wrong("webhook", f"{webhook.id} is suspended: {waits}", step)
-    if facts.answering_hub is not None:
-        ours = own_webhook(webhooks, facts.settings, facts.home)
-        yield from _check_own_webhook(facts, ours)
-
-
-def _check_own_webhook(facts: Facts, ours: WebhookRecord | None) -> Iterator[Finding]:
-    url, step = facts.settings.receiver_url + ROUTE, RESTART
-    datasets = facts.settings.datasets_on_hub
-    if not datasets:
-        return  # then `up` creates no webhook
-    if ours is None:
-        fault = f"the hub has no webhook for {url}"
-    elif ours.url != url:
-        target = ours.url or "its job"
-        fault = f"{ours.id} delivers to {target}, but the receiver is at {url}"
-    elif ours.status == "disabled":
-        fault = f"{ours.id}, which delivers to {url}, is disabled, so pushes start no jobs"
-        step = f"pipeline webhooks enable {ours.id}"
-    elif missing := set(unwatched_datasets(datasets, ours.watched)):
-        fault = f"{ours.id} does not watch {', '.join(sorted(missing))}"
-    else:
-        yield ok("webhook", f"{ours.id} delivers to {url}")
-        return
-    yield wrong("webhook", fault, step)
+    if facts.answering_hub is not None and facts.settings.datasets_on_hub:
+        hub = own_hub(facts.settings, facts.home, facts.answering_hub)
+        yield _check_webhook("webhook", hub, webhooks)
 
 
 def check_other_hubs(facts: Facts) -> Iterator[Finding]:
@@ -195,25 +174,29 @@ def check_other_hubs(facts: Facts) -> Iterator[Finding]:
             yield wrong(check, *hindrance)
             continue
         try:
-            ours = hub.webhook()
+            yield _check_webhook(check, hub, hub.webhooks())
         except ReceiverError as error:
             yield wrong(check, f"{hub.url} does not list its webhooks: {error}", RESTART)
-            continue
-        if (
-            ours is None
-            or "repo" not in ours.domains
-            or unwatched_datasets(hub.datasets, ours.watched)
-        ):
-            names = ", ".join(hub.datasets)
-            yield wrong(check, f"no webhook at {hub.url} reports pushes to {names}", RESTART)
-        elif ours.status != "enabled":
-            yield wrong(
-                check,
-                f"{ours.id} at {hub.url} is {ours.status}",
-                f"pipeline webhooks enable {ours.id} --endpoint {hub.url}",
-            )
-        else:
-            yield ok(check, f"{ours.id} at {hub.url} posts to {ours.url}")
+
+
+def _check_webhook(check: str, hub: FollowedHub, webhooks: Sequence[WebhookRecord]) -> Finding:
+    """Whether one of the webhooks on this hub reports pushes to the receiver."""
+    ours, step = hub.ours(webhooks), RESTART
+    if ours is None:
+        names = ", ".join(hub.datasets)
+        return wrong(check, f"no webhook at {hub.url} reports pushes to {names}", step)
+    if ours.url != hub.post_to:
+        target = ours.url or "its job"
+        fault = f"it delivers to {target}, but the receiver is at {hub.post_to}"
+    elif ours.status != "enabled":
+        fault = f"it delivers to {ours.url}, but is {ours.status}, so pushes start no jobs"
+        where = "" if hub.record is not None else f" --endpoint {hub.url}"
+        step = f"pipeline webhooks enable {ours.id}{where}"
+    elif (missing := hub.unwatched(ours)) or "repo" not in ours.domains:
+        fault = f"it does not watch {', '.join(missing) or 'pushes'}"
+    else:
+        return ok(check, f"{ours.id} at {hub.url} delivers to {ours.url}")
+    return wrong(check, f"{ours.id} at {hub.url}: {fault}", step)
 
 
 def check_deliveries(facts: Facts) -> Iterator[Finding]:

@@ -2,10 +2,12 @@
 stack's own hub gets one webhook, and each other hub (for example huggingface.co) one of its own."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from jobs.folder import read_json, write_by_rename
@@ -32,106 +34,63 @@ ROUTE = "/webhooks/retrain"
 stack may have a webhook on this hub. So this path does not make a webhook the stack's own."""
 
 
-def own_webhook(
-    webhooks: Iterable[WebhookRecord], settings: Settings, home: Home
-) -> WebhookRecord | None:
-    """The stack's own webhook, if it is among `webhooks`. `subscribe` records its id. If none has
-    the recorded id, the stack's own webhook is the one that posts to the stack's receiver."""
-    by_id = {each.id: each for each in webhooks}
-    with suppress(FileNotFoundError, KeyError):
-        return by_id[home.own_webhook_file.read_text(errors="replace")]
-    url = settings.receiver_url + ROUTE
-    return next((each for each in by_id.values() if each.url == url), None)
-
-
-def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
-    """Create each followed dataset and the webhook, if they do not exist yet. If the webhook
-    exists, correct it. If no pipeline follows a dataset on this hub, delete the webhook.
-
-    If the webhook exists, this function always sets the webhook's address and secret again. The
-    secret that the hub has stored may be wrong, and this function cannot check this secret, because
-    the hub never shows a secret. If `tokens.json` was replaced, the encryption key in it is new,
-    and even the hub cannot decrypt the stored secret. After the correction, the hub sends the
-    events that waited because of a wrong address or secret. A webhook that a person disabled stays
-    disabled.
-    """
-    datasets = settings.datasets_on_hub
-    for dataset in datasets:
-        _create(dataset, settings, tokens)
-
-    hub = HubCredentials(endpoint=settings.hub_url, token=tokens.hub)
-    webhooks = list_webhooks(endpoint=hub.endpoint, token=hub.token)
-    ours = own_webhook(webhooks, settings, home)
-    if not datasets:
-        if ours is not None:
-            delete_webhook(ours.id, endpoint=hub.endpoint, token=hub.token)
-        return
-    watched = [WatchedItem(type="dataset", name=dataset) for dataset in datasets]
-    id = _create_or_correct(hub, ours, settings.receiver_url + ROUTE, watched, tokens.webhook)
-    write_by_rename(home.own_webhook_file, id, durable=True)
-    if ours is not None and ours.status != "disabled":
-        enable_webhook(ours.id, endpoint=hub.endpoint, token=hub.token)
-
-
-def _create_or_correct(
-    hub: HubCredentials,
-    ours: WebhookRecord | None,
-    url: str | None,
-    watched: list[WatchedItem],
-    secret: str,
-) -> str:
-    """Returns the id of the webhook."""
-    wanted: dict[str, Any] = {
-        "url": url,
-        "watched": watched,
-        # A person may have added domains.
-        "domains": sorted({"repo", *(ours.domains if ours is not None else ())}),
-        "secret": secret,
-        "endpoint": hub.endpoint,
-        "token": hub.token,
-    }
-    return (create_webhook(**wanted) if ours is None else update_webhook(ours.id, **wanted)).id
-
-
-def unwatched_datasets(datasets: Iterable[str], watched: Iterable[WatchedItem]) -> tuple[str, ...]:
-    """The datasets that are not among the watched items. The comparison ignores case, because a hub
-    finds a repository by its name in upper or lower case."""
-    names = {item.name.lower() for item in watched if item.type == "dataset"}
-    return tuple(dataset for dataset in datasets if dataset.lower() not in names)
-
-
-def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:
-    """Create the dataset without a first commit, so that a first `git push` needs no pull. If the
-    dataset exists, nothing changes."""
-    from huggingface_hub import get_session
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
-
-    owner, _, name = dataset.partition("/")
-    with hub_errors(settings.hub_url, f"the creation of the dataset {dataset}"):
-        answer = get_session().post(
-            f"{settings.hub_url}/api/repos/create",
-            headers=build_hf_headers(token=tokens.hub),
-            json={"type": "dataset", "organization": owner, "name": name, "empty": True},
-        )
-        if answer.status_code != HTTPStatus.CONFLICT:
-            hf_raise_for_status(answer)
-
-
 @dataclass(frozen=True, kw_only=True)
-class OtherHub:
+class FollowedHub:
+    """A hub that tells the receiver about pushes."""
+
     url: str
-    datasets: list[str]
+    datasets: tuple[str, ...]
     """The datasets on this hub that pipelines follow."""
     token: str | None = field(repr=False)
-    """The user's own token, which is the same for all hubs."""
+    """The stack's token for its own hub. The user's own token for all others."""
     post_to: str | None
     """The URL at which this hub can reach the receiver's route. None if there is no such URL."""
+    record: Path | None = None
+    """The file with the id of the stack's webhook on its own hub. None for another hub."""
 
-    def webhook(self) -> WebhookRecord | None:
-        """The webhook on this hub that posts to the receiver; None if there is none. Raises
-        ReceiverError."""
-        found = list_webhooks(endpoint=self.url, token=self.token)
-        return next((each for each in found if each.url == self.post_to), None)
+    def webhooks(self) -> tuple[WebhookRecord, ...]:
+        """All webhooks on this hub. Raises ReceiverError."""
+        return list_webhooks(endpoint=self.url, token=self.token)
+
+    def ours(self, webhooks: Iterable[WebhookRecord]) -> WebhookRecord | None:
+        """The stack's webhook among those of this hub: the recorded one, or else the one that posts
+        to the stack's receiver. None if there is none."""
+        by_id = {each.id: each for each in webhooks}
+        if self.record is not None:
+            with suppress(FileNotFoundError, KeyError):
+                return by_id[self.record.read_text(errors="replace")]
+        return next((each for each in by_id.values() if each.url == self.post_to), None)
+
+    def unwatched(self, ours: WebhookRecord | None) -> tuple[str, ...]:
+        """The datasets that the webhook does not watch. The comparison ignores case, because a hub
+        finds a repository by its name in upper or lower case."""
+        watched = () if ours is None else ours.watched
+        names = {item.name.lower() for item in watched if item.type == "dataset"}
+        return tuple(dataset for dataset in self.datasets if dataset.lower() not in names)
+
+    def subscribe(self, secret: str) -> str:
+        """Create the webhook, or correct it; returns its id.
+
+        The address and the secret are always set again. The hub may have stored a wrong secret,
+        which it never shows. If `tokens.json` was replaced, the encryption key in it is new, and
+        even the hub cannot decrypt the stored secret.
+
+        On another hub, the webhook keeps what it watches, because the user may have added
+        something. The user's other webhooks do not change. Raises ReceiverError."""
+        ours = self.ours(self.webhooks())
+        added, kept = self.unwatched(ours), () if ours is None else ours.watched
+        if self.record is not None:
+            added, kept = self.datasets, ()
+        wanted: dict[str, Any] = {
+            "url": self.post_to,
+            "watched": [*kept, *(WatchedItem(type="dataset", name=name) for name in added)],
+            # A person may have added domains.
+            "domains": sorted({"repo", *(ours.domains if ours is not None else ())}),
+            "secret": secret,
+            "endpoint": self.url,
+            "token": self.token,
+        }
+        return (create_webhook(**wanted) if ours is None else update_webhook(ours.id, **wanted)).id
 
     def hindrance(self) -> tuple[str, str] | None:
         """Why this hub cannot report pushes before the user has changed something, and what the
@@ -152,14 +111,42 @@ class OtherHub:
         return None
 
 
-def credentials_of_other_hubs(
-    settings: Settings, home: Home, tokens: Tokens
-) -> list[HubCredentials]:
-    """The other hubs, with the user's own token. When the receiver's public URL changes, the
-    receiver uses the token to correct the URL in its webhook on the hub. Empty if the user has no
-    token."""
-    found = other_hubs(settings, home, tokens)
-    return [HubCredentials(endpoint=each.url, token=each.token) for each in found if each.token]
+def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
+    """Create each followed dataset on the stack's own hub and the webhook, if they do not exist
+    yet. If the webhook exists, correct it. If no pipeline follows a dataset on this hub, delete the
+    webhook.
+
+    After a correction, the hub sends the events that waited because of a wrong address or secret. A
+    webhook that a person disabled stays disabled.
+    """
+    hub = own_hub(settings, home, tokens)
+    for dataset in hub.datasets:
+        _create(dataset, settings, tokens)
+    ours = hub.ours(hub.webhooks())
+    if not hub.datasets:
+        if ours is not None:
+            delete_webhook(ours.id, endpoint=hub.url, token=hub.token)
+        return
+    write_by_rename(home.own_webhook_file, hub.subscribe(tokens.webhook), durable=True)
+    if ours is not None and ours.status != "disabled":
+        enable_webhook(ours.id, endpoint=hub.url, token=hub.token)
+
+
+def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:
+    """Create the dataset without a first commit, so that a first `git push` needs no pull. If the
+    dataset exists, nothing changes."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+    owner, _, name = dataset.partition("/")
+    with hub_errors(settings.hub_url, f"the creation of the dataset {dataset}"):
+        answer = get_session().post(
+            f"{settings.hub_url}/api/repos/create",
+            headers=build_hf_headers(token=tokens.hub),
+            json={"type": "dataset", "organization": owner, "name": name, "empty": True},
+        )
+        if answer.status_code != HTTPStatus.CONFLICT:
+            hf_raise_for_status(answer)
 
 
 def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
@@ -173,7 +160,7 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
             yield "; ".join(hindrance)
             continue
         try:
-            webhook_id = _subscribe(hub, tokens.webhook)
+            webhook_id = hub.subscribe(tokens.webhook)
         except ReceiverError as error:
             watch = " ".join(f"--watch dataset:{name}" for name in hub.datasets)
             yield (
@@ -186,18 +173,27 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
             yield f"{hub.url} reports pushes to {names}: {webhook_id} posts to {hub.post_to}"
 
 
-def other_hubs(settings: Settings, home: Home, tokens: Tokens) -> list[OtherHub]:
+def own_hub(settings: Settings, home: Home, tokens: Tokens) -> FollowedHub:
+    return FollowedHub(
+        url=settings.hub_url,
+        datasets=settings.datasets_on_hub,
+        token=tokens.hub,
+        post_to=settings.receiver_url + ROUTE,
+        record=home.own_webhook_file,
+    )
+
+
+def other_hubs(settings: Settings, home: Home, tokens: Tokens) -> list[FollowedHub]:
     """The other hubs that have datasets which pipelines follow."""
-    followed: dict[str, list[str]] = {}
+    followed = defaultdict[str, dict[str, None]](dict)
     for pipeline in settings.pipelines:
-        hub = settings.other_hub(pipeline)
-        if hub is not None and pipeline.dataset not in followed.setdefault(hub, []):
-            followed[hub].append(pipeline.dataset)
+        if (hub := settings.other_hub(pipeline)) is not None:
+            followed[hub][pipeline.dataset] = None
     token = own_token(os.environ, tokens.hub)
     return [
-        OtherHub(
+        FollowedHub(
             url=hub,
-            datasets=datasets,
+            datasets=tuple(datasets),
             token=token,
             post_to=_receiver_seen_from(hub, settings, home),
         )
@@ -205,15 +201,12 @@ def other_hubs(settings: Settings, home: Home, tokens: Tokens) -> list[OtherHub]
     ]
 
 
-def _subscribe(hub: OtherHub, secret: str) -> str:
-    """Create or correct the webhook; returns its id. This webhook keeps what it watches, because
-    the user may have added something. The user's other webhooks do not change."""
-    ours = hub.webhook()
-    kept = () if ours is None else ours.watched
-    missing = unwatched_datasets(hub.datasets, kept)
-    watched = [*kept, *(WatchedItem(type="dataset", name=name) for name in missing)]
-    credentials = HubCredentials(endpoint=hub.url, token=hub.token)
-    return _create_or_correct(credentials, ours, hub.post_to, watched, secret)
+def hub_credentials(settings: Settings, home: Home, tokens: Tokens) -> list[HubCredentials]:
+    """The hubs, each with its token. When the receiver's public URL changes, the receiver uses the
+    token to correct the URL in its webhook on the hub. Without another hub if the user has no
+    token."""
+    hubs = [own_hub(settings, home, tokens), *other_hubs(settings, home, tokens)]
+    return [HubCredentials(endpoint=each.url, token=each.token) for each in hubs if each.token]
 
 
 def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:

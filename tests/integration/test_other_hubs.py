@@ -14,12 +14,12 @@ from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack.record import StackRecord
 from pipeline.stack.subscriptions import (
-    credentials_of_other_hubs,
+    hub_credentials,
     subscribe_at_other_hubs,
 )
 from pipeline.tokens import Tokens, load_tokens
 from receiver.settings import ReceiverSettings
-from receiver.tunnel import remembered_urls
+from receiver.tunnel import HubCredentials, remembered_urls
 from tests.hub_fixtures import RunningHub, running_hub
 
 OWN_TOKEN = "hf_of_elsewhere"
@@ -123,7 +123,8 @@ def test_what_the_user_must_do_is_said(
     assert by_hand in line(settings)
     monkeypatch.setenv("HF_TOKEN", tokens.hub)  # as in a shell after `eval "$(pipeline env)"`
     assert f"no token for {elsewhere.url}, which has ada/answers; run `hf auth" in line(settings)
-    assert credentials_of_other_hubs(settings, home, tokens) == []
+    of_stack = HubCredentials(endpoint=settings.hub_url, token=tokens.hub)
+    assert hub_credentials(settings, home, tokens) == [of_stack]
     monkeypatch.setenv("HF_TOKEN", OWN_TOKEN)
     assert "cannot be reached" in line(following("http://127.0.0.1:9", "answers"))
 
@@ -151,10 +152,11 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     (ours,) = [each for each in elsewhere.api.list_webhooks() if each.id in line]
     other_case: list[Any] = [{"type": "dataset", "name": "Ada/ANSWERS"}]
     elsewhere.api.update_webhook(ours.id, watched=other_case)
-    assert found() == [("ok", f"{ours.id} at {elsewhere.url} posts to {ours.url}", None)]
+    assert found() == [("ok", f"{ours.id} at {elsewhere.url} delivers to {ours.url}", None)]
     elsewhere.api.disable_webhook(ours.id)
     enable = f"pipeline webhooks enable {ours.id} --endpoint {elsewhere.url}"
-    assert found() == [("wrong", f"{ours.id} at {elsewhere.url} is disabled", enable)]
+    disabled = f"it delivers to {ours.url}, but is disabled, so pushes start no jobs"
+    assert found() == [("wrong", f"{ours.id} at {elsewhere.url}: {disabled}", enable)]
     elsewhere.api.delete_webhook(ours.id)
     monkeypatch.delenv("HF_TOKEN")
     [(level, message, step)] = found()

@@ -97,7 +97,8 @@ def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub
     subscribe(settings, home, tokens)
     [own] = hub.api.list_webhooks()
     hub.api.update_webhook(own.id, url="http://127.0.0.1:9/")
-    message = f"{own.id} delivers to http://127.0.0.1:9/, but the receiver is at {own.url}"
+    delivers = "it delivers to http://127.0.0.1:9/, but the receiver is at"
+    message = f"{own.id} at {hub.url}: {delivers} {own.url}"
     assert dict(wrong())[message] == "pipeline down && pipeline up --detach"
     subscribe(settings, home, tokens)
     assert message not in dict(wrong())
@@ -117,11 +118,13 @@ def test_what_keeps_pushes_from_starting_jobs_is_told_with_what_is_down(hub: Run
 
     assert "it is down, and will be started again" in said() and own.id not in said()
     hub.api.disable_webhook(own.id)
-    assert f"{own.id}, which delivers to {own.url}, is disabled" in said()
+    disabled = f"it delivers to {own.url}, but is disabled, so pushes start no jobs"
+    enable = f"pipeline webhooks enable {own.id}"
+    assert (f"{own.id} at {hub.url}: {disabled}", enable) in wrong()
     hub.api.enable_webhook(own.id)
     other: list[Any] = [{"type": "dataset", "name": "local/other"}]
     hub.api.update_webhook(own.id, watched=other)
-    assert f"{own.id} does not watch local/facts" in said()
+    assert f"{own.id} at {hub.url}: it does not watch local/facts" in said()
     home.tokens_file.chmod(0o644)
     assert "644" in said()
     status = json.loads(pipeline("status", "--json"))
@@ -203,12 +206,11 @@ def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
         assert id in pipeline("webhooks", "ls")
         served = json.loads(pipeline("status", "--json"))["pipelines"][0]["served"]
         assert served["is_live"] and served["url"] == server_url
-        url = f"http://127.0.0.1:{receiver_port}/webhooks/retrain"
-        assert f"the hub has no webhook for {url}" in dict(wrong())
+        assert f"no webhook at {hub.url} reports pushes to local/facts" in dict(wrong())
         assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
         elsewhere = PIPELINE.replace('"local/facts"', '"https://localhost:9/facts.git"')
         Path(os.environ["PIPELINE_SETTINGS"]).write_text(elsewhere)
-        assert not any("the hub has no webhook" in message for message in dict(wrong()))
+        assert not any("no webhook at" in message for message in dict(wrong()))
 
 
 def test_the_newest_commit_is_named_if_another_one_is_served(
