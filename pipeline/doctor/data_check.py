@@ -1,7 +1,6 @@
 """Reports which rows a job would train on if the user pushed a folder. Trains nothing."""
 
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
 from pipeline.retrain.job import find_parent
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
-from pipeline.retrain.sources import OWN_TOKEN_SOURCE, DatasetHub, GitDataset, own_token
+from pipeline.retrain.sources import GitDataset, Hubs, Source
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 from receiver.rules import full_ref
@@ -165,14 +164,14 @@ def _is_pointer(path: Path) -> bool:
     return may_be_pointer(path.stat().st_size) and Pointer.parse(path.read_bytes()) is not None
 
 
-def _source(
-    home: Home, settings: Settings, pipeline: PipelineSettings, cache_dir: Path
-) -> DatasetHub | GitDataset:
-    other_hub = settings.other_hub(pipeline)
-    if other_hub is None:
+def _source(home: Home, settings: Settings, pipeline: PipelineSettings, cache_dir: Path) -> Source:
+    if (other_hub := settings.other_hub(pipeline)) is None:
         return GitDataset(_address(home, settings, pipeline), cache_dir)
-    token = own_token(os.environ, load_tokens(home.tokens_file).hub)
-    return DatasetHub(pipeline.dataset, cache_dir, other_hub, token or False, OWN_TOKEN_SOURCE)
+    return _hubs(home, settings).dataset(pipeline.dataset, other_hub, cache_dir)
+
+
+def _hubs(home: Home, settings: Settings) -> Hubs:
+    return Hubs.of_shell(settings.hub_url, load_tokens(home.tokens_file).hub)
 
 
 def _address(home: Home, settings: Settings, pipeline: PipelineSettings) -> str:
@@ -268,8 +267,7 @@ def _tokenizer(
     context: int | None = CONTEXT
     folder = tokenizer_folder(pipeline, home)
     if folder is None and base_model not in PRESETS:
-        is_own = pipeline.base_model_endpoint == "hub"
-        stack_token = load_tokens(home.tokens_file).hub
+        endpoint, token = _hubs(home, settings).address(pipeline.base_model_endpoint)
         try:
             folder = find_base(
                 base_model,
@@ -277,8 +275,8 @@ def _tokenizer(
                 rows,
                 pipeline=pipeline.name,
                 seed=pipeline.train.seed,
-                endpoint=settings.hub_url if is_own else pipeline.base_model_endpoint,
-                token=stack_token if is_own else own_token(os.environ, stack_token),
+                endpoint=endpoint,
+                token=token,
                 has_weights=False,
             ).folder
         except BaseModelAway:

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -96,7 +96,7 @@ def find_base(
     pipeline: str,
     seed: int,
     endpoint: str | None = None,
-    token: str | None = None,
+    token: str | Literal[False] | None = None,
     pinned: str | None = None,
     has_weights: bool = True,
 ) -> Base:

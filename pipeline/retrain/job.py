@@ -29,11 +29,10 @@ from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.sources import (
     OWN_TOKEN,
-    DatasetHub,
-    GitDataset,
+    Hubs,
     Revision,
+    Source,
     cached_login,
-    dataset_source,
 )
 from serving.weights.atomic_file import write_atomically
 from serving.weights.release import Lineage
@@ -182,10 +181,7 @@ class RetrainJob:
     id: str
     settings: RetrainSettings
     revisions: RevisionRange | None
-    hub_endpoint: str | None
-    hub_token: str | None = field(repr=False)
-    own_token: str | None = field(repr=False)
-    """The user's own token, for a dataset or a base model on another hub than the stack's."""
+    hubs: Hubs
     paraphrase_token: str | None = field(repr=False)
     server_url: str | None
     admin_token: str | None = field(repr=False)
@@ -229,9 +225,11 @@ class RetrainJob:
             id=environ.get("JOB_ID", folder.name),
             settings=settings,
             revisions=revisions,
-            hub_endpoint=environ.get("HF_ENDPOINT"),
-            hub_token=environ.get("HF_TOKEN"),
-            own_token=environ.get(OWN_TOKEN),
+            hubs=Hubs(
+                own=environ.get("HF_ENDPOINT"),
+                token=environ.get("HF_TOKEN"),
+                user_token=environ.get(OWN_TOKEN) or cached_login(),
+            ),
             paraphrase_token=environ.get(PARAPHRASE_TOKEN),
             server_url=environ.get("PIPELINE_SERVER_URL"),
             admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
@@ -251,16 +249,9 @@ class RetrainJob:
         return self.settings.releases_dir.parent / "snapshots" / self.settings.pipeline
 
     @property
-    def hub(self) -> DatasetHub | GitDataset:
-        endpoint = self.settings.dataset_endpoint
-        return dataset_source(
-            self.settings.dataset,
-            None if endpoint == "hub" else endpoint,
-            self.hub_endpoint,
-            self.hub_token,
-            self.own_token or cached_login(),
-            self.cache_dir,
-        )
+    def hub(self) -> Source:
+        settings = self.settings
+        return self.hubs.dataset(settings.dataset, settings.dataset_endpoint, self.cache_dir)
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
@@ -386,9 +377,7 @@ class DatasetSnapshot(BaseModel):
     """Why the job cannot continue from the parent's weights (a delta). None if it can."""
 
 
-def take_snapshot(
-    hub: DatasetHub | GitDataset, ref: str, sha: str | None, parent: Parent | None
-) -> DatasetSnapshot:
+def take_snapshot(hub: Source, ref: str, sha: str | None, parent: Parent | None) -> DatasetSnapshot:
     """Download the revision to train on, and the revision that the parent release was trained on.
 
     sha: the commit to train on, or None for the newest commit of `ref`. Raises SnapshotError.
@@ -404,7 +393,7 @@ def take_snapshot(
 
 
 def _base(
-    hub: DatasetHub | GitDataset, revision: Revision, parent: Parent | None
+    hub: Source, revision: Revision, parent: Parent | None
 ) -> tuple[Revision | None, str | None]:
     if parent is None:
         return None, "there is no release to go on from"

@@ -279,7 +279,7 @@ def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
     if base is not None and base.folder.is_dir():
         return base
     settings = job.settings
-    on_own_hub = settings.base_model_endpoint == "hub"
+    endpoint, token = job.hubs.address(settings.base_model_endpoint)
     is_same = parent is not None and parent.lineage.base_model == settings.base_model
     base = find_base(
         settings.base_model,
@@ -287,8 +287,8 @@ def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
         data.rows,
         pipeline=settings.pipeline,
         seed=settings.train.seed,
-        endpoint=job.hub_endpoint if on_own_hub else settings.base_model_endpoint,
-        token=job.hub_token if on_own_hub else job.own_token,
+        endpoint=endpoint,
+        token=token,
         pinned=parent.lineage.base_revision if parent is not None and is_same else None,
     )
     write_record(path, base)

@@ -408,22 +408,35 @@ class GitDataset:
         )
 
 
-def dataset_source(
-    dataset: str,
-    other_hub: str | None,
-    own_hub: str | None,
-    token: str | None,
-    own_token: str | None,
-    cache_dir: Path,
-) -> DatasetHub | GitDataset:
-    """The dataset at a git URL, or on `other_hub` or, if that is None, on the stack's own hub.
+Source = DatasetHub | GitDataset
 
-    token: for the stack's own hub. own_token: that of the user, for another hub."""
-    if is_git_url(dataset):
-        return GitDataset(dataset, cache_dir)
-    if other_hub is None:
-        return DatasetHub(dataset, cache_dir, own_hub, token)
-    return DatasetHub(dataset, cache_dir, other_hub, own_token or False, OWN_TOKEN_SOURCE)
+
+@dataclass(frozen=True, kw_only=True)
+class Hubs:
+    """The stack's own hub, which the settings call `hub`, and all others, which they call by their
+    URL."""
+
+    own: str | None
+    """The URL of the stack's own hub."""
+    token: str | None = field(repr=False)
+    """The token for the stack's own hub."""
+    user_token: str | None = field(repr=False)
+    """The user's own token, for all others."""
+
+    @classmethod
+    def of_shell(cls, own: str, token: str) -> "Hubs":
+        return cls(own=own, token=token, user_token=own_token(os.environ, token))
+
+    def address(self, endpoint: str) -> tuple[str | None, str | Literal[False] | None]:
+        """The URL of a hub, and the token for it, which is False to send none."""
+        return (self.own, self.token) if endpoint == "hub" else (endpoint, self.user_token or False)
+
+    def dataset(self, name: str, endpoint: str, cache_dir: Path) -> Source:
+        """name: `owner/name` on the hub, or a git URL."""
+        if is_git_url(name):
+            return GitDataset(name, cache_dir)
+        source = "HF_TOKEN" if endpoint == "hub" else OWN_TOKEN_SOURCE
+        return DatasetHub(name, cache_dir, *self.address(endpoint), source)
 
 
 def _pointed_to(path: Path) -> str | None:

@@ -25,7 +25,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.settings import RetrainSettings, SkipIf
-from pipeline.retrain.sources import DatasetHub, GitDataset, dataset_source, own_token
+from pipeline.retrain.sources import DatasetHub, GitDataset, Hubs, Source
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload
@@ -39,17 +39,14 @@ RETRAINING = "pipeline.retrain"
 ASK_SECONDS = 5.0
 """How long to wait for an answer. The runner does nothing else meanwhile."""
 
-Source = DatasetHub | GitDataset
-
 
 def source_of(
     dataset: str, other_hub: str | None, hub_url: str, token: str, cache_dir: Path | None = None
 ) -> Source:
     """The dataset on the hub `other_hub` or, if that is None, on the stack's own hub, which has the
     URL `hub_url` and the token `token`. cache_dir: the folder for downloads, if there are any."""
-    user_token = own_token(os.environ, token)
-    folder = cache_dir or Path(os.devnull)
-    return dataset_source(dataset, other_hub, hub_url, token, user_token, folder)
+    hubs = Hubs.of_shell(hub_url, token)
+    return hubs.dataset(dataset, other_hub or "hub", cache_dir or Path(os.devnull))
 
 
 def source_of_job(job: Job, hub_url: str, tokens: Tokens, cache_dir: Path | None = None) -> Source:
