@@ -32,11 +32,14 @@ export GOMP_SPINCOUNT ?= 3000
 # processes end at about the same time.
 PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: demo test test-all test-slow test-vllm test-clients
+.PHONY: demo install test test-all test-slow test-vllm test-clients
 .PHONY: bench bench-serving check soak soak-webhooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
+
+# An installation waits for the network, then computes: make --jobs=3 install
+install: $(INSTALLED) $(INSTALLED_VLLM) $(INSTALLED_CLIENTS)
 
 # Tests every promise of the README at least once.
 test: $(INSTALLED) check
