@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 
+from jobs.spec import full_ref
 from pipeline.doctor.data_check import tokenizer_folder
 from pipeline.errors import PipelineError
 from pipeline.formats import MAX_HEAD_CHARACTERS, may_be_pointer
@@ -36,7 +37,6 @@ from pipeline.retrain.rows import Row, difference
 from pipeline.retrain.settings import DataSettings
 from pipeline.retrain.tokens import render
 from pipeline.settings import PipelineSettings
-from receiver.rules import full_ref
 from serving.chat_template import ChatTemplate
 from serving.questions import WordIndex
 
