@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from jobs.errors import HeadAway, NoHead
 from jobs.folder import SPEC
 from jobs.job import FindHead, Head, Job
-from jobs.spec import LOCAL, JobSpec, RevisionRange, is_git_url
+from jobs.spec import DEFAULT_BRANCH, LOCAL, JobSpec, RevisionRange, full_ref, is_git_url
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -32,7 +32,7 @@ from pipeline.retrain.sources import DatasetHub, GitDataset, is_status_away, own
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload
-from receiver.rules import DEFAULT_BRANCH, RetrainRule, full_ref
+from receiver.retrain import RetrainRule
 from serving.weights.release import Lineage, faults_in
 
 logger = logging.getLogger(__name__)
