@@ -28,30 +28,34 @@ WORKERS ?= 3
 # Several tests may train at the same time on the same cores. SHORT_SPINS in jobs/job.py
 # explains why their threads must then not wait at full speed.
 export GOMP_SPINCOUNT ?= 3000
-# --no-loadscope-reorder keeps the order of the test folders. The longest modules are in the first
-# folders, so that all processes end at about the same time.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+# --no-loadscope-reorder keeps the order of tests/conftest.py: the longest modules first, so that all
+# processes end at about the same time.
+PYTEST = python -m pytest --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: demo test test-all test-slow test-vllm test-clients
+.PHONY: demo install test test-all test-slow test-vllm test-clients
 .PHONY: bench bench-serving check soak soak-webhooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
 
+# An installation waits for the network, then computes: make --jobs=3 install
+install: $(INSTALLED) $(INSTALLED_VLLM) $(INSTALLED_CLIENTS)
+
 # Tests every promise of the README at least once.
 test: $(INSTALLED) check
-	$(PYTEST) -m "not (slow or soak or real or vllm or clients)"
+	$(BIN)/$(PYTEST) -n $(WORKERS) -m "not (slow or soak or real or vllm or clients)"
 
 test-all: test test-slow test-clients test-vllm
 
 # On its first run on a machine, this downloads a pretrained model of 98 MB; see tests/smollm2.py.
 test-slow: $(INSTALLED)
-	$(PYTEST) -m "(slow or soak or real) and not (vllm or clients)"
+	$(BIN)/$(PYTEST) -n $(WORKERS) -m "(slow or soak or real) and not (vllm or clients)"
 
-# `-W default`: vLLM's own code gives warnings, and these must not fail the tests.
+# `-W default`: vLLM's own code gives warnings, and these must not fail the tests. Two processes keep
+# two cores busy. The files that take longest stand first.
 test-vllm: $(INSTALLED_VLLM)
-	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_*.py \
-		tests/integration/test_bench.py tests/e2e/test_vllm_demo.py
+	$(VENV_VLLM)/bin/$(PYTEST) -n 2 -W default -m vllm tests/e2e/test_vllm_demo.py \
+		tests/integration/test_bench.py tests/contract/test_vllm_*.py
 
 test-clients: $(INSTALLED) $(INSTALLED_CLIENTS)
 	TEST_LM_EVAL=$(CURDIR)/$(VENV_CLIENTS)/bin/lm_eval \

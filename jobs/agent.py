@@ -38,7 +38,16 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jobs.attempt import AttemptOnHub, Calls, lay_out, until_it_works
+from jobs.attempt import (
+    Calls,
+    Exit,
+    StopReason,
+    lay_out,
+    outcome_of_exit,
+    time_limit,
+    until_it_works,
+)
+from jobs.attempt_on_hub import AttemptOnHub
 from jobs.errors import (
     TEMPORARY_FAILURE,
     LaunchError,
@@ -48,7 +57,6 @@ from jobs.errors import (
 )
 from jobs.folder import COMPUTING, LOG
 from jobs.job import SHORT_SPINS, Job, job_environment, thread_variables
-from jobs.outcome_of_exit import Exit, StopReason, outcome_of_exit, time_limit
 from jobs.process import (
     IS_LINUX,
     ProcessIdentity,

@@ -1,41 +1,26 @@
-"""What the agent of an attempt and the store say to each other: `start` begins the attempt, `beat`
-extends its lease, and `finish` records its end.
+"""An attempt of a job: how the store begins it, extends its lease and records its end, and what an
+end means for the job. The decision about an end uses the exit status of the command, and the files
+in the job's folder.
 
-On a runner's machine, the agent opens the store itself (`AttemptInStore`). An agent elsewhere needs
-a URL and a *ticket* (`AttemptOnHub`): a hub makes the same calls for it
-(`pipeline/hub/routes/attempts.py`). The ticket is good for one agent's start. The answer has the
-attempt's token, which is good until the attempt ends, and the secrets of the job. So whoever reads
-a ticket in an engine's records later gets nothing for it.
+An agent makes three calls (`Calls`): `start`, `beat` and `finish`. On a runner's machine, it makes
+them on the store (`AttemptInStore`), elsewhere on a hub (`jobs/attempt_on_hub.py`).
 """
 
 import json
 import logging
-import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
+from typing import Literal, Protocol, TypeVar
 
-import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.errors import LeaseLost, StoreError, is_temporary
-from jobs.folder import (
-    IDENTITY,
-    LOG,
-    METRICS,
-    OUTCOME,
-    PAYLOAD,
-    SPEC,
-    prepare_job_folder,
-    write_by_rename,
-)
-from jobs.job import Job, JobState
+from jobs.errors import TEMPORARY_FAILURE, StoreError, is_temporary
+from jobs.folder import LOG, OUTCOME, PAYLOAD, SPEC, prepare_job_folder, write_by_rename
+from jobs.job import Job, outcome_of
 from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import Lost, record_result, time_limit
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
 
@@ -44,59 +29,46 @@ logger = logging.getLogger(__name__)
 GIVE_UP_SECONDS = 600.0
 """How long an agent tries to reach the store or the hub. Then a runner ends the attempt."""
 _SECONDS_AFTER_ERROR = 1.0
-_ANSWER_SECONDS = 30.0
-_RELEASE_SECONDS = 600.0
-"""For an answer to `start` and `finish`: the hub may have to read a large release first."""
-PIECE_BYTES = 512 * 1024
-"""Less than the limit of most proxies for a body, which is 1 MiB."""
-_MAX_PIECES = 64
-"""At most so many pieces are sent in one beat, because the agent does nothing else meanwhile."""
-_MAX_RECORDS_BYTES = PIECE_BYTES
-_RECORD = re.compile(r"[A-Za-z][\w-]{0,60}\.json")
-GROWING = (LOG, METRICS)
-"""The files of a job's folder to which every attempt appends."""
+_RETRY_FACTOR = 4
+"""After a temporary failure, the next attempt waits for `retry_seconds`. Each earlier attempt that
+was lost or failed multiplies this wait by this factor."""
+
+StopReason = Literal["cancel", "timeout", "shutdown"]
+"""Why an attempt was stopped. `shutdown`: its runner was stopped."""
 
 
 Result = TypeVar("Result")
-Message = TypeVar("Message", bound=BaseModel)
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Started(_Message):
-    """The answer to an agent elsewhere whose attempt begins."""
-
-    job: Job
-    token: str
-    variables: dict[str, str]
-    """Of the attempt, for `job_environment`: the attempt's token and other secrets."""
-    unsealed: dict[str, str]
-    settings: JobsSettings
-    sizes: dict[str, int]
-    """How many bytes the hub has of each `GROWING` file, from earlier attempts."""
-
-
-class Orders(_Message):
+class Orders(BaseModel):
     """The answer to a heartbeat."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cancel: bool
     seconds_left: float | None
     """Until the time limit of the job; None if it has none."""
 
 
-class Finish(_Message):
-    """How an attempt elsewhere ended (`outcome_of_exit`): `outcome` and `lost` are not both set."""
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How the command of an attempt ended."""
 
-    outcome: JobOutcome | None = None
-    lost: Lost | None = None
-    records: dict[str, str] = {}
-    """The other files that the job has left in its folder: name → text."""
+    code: int | None = None
+    """The exit code, negative if a signal ended the command. None if the attempt's agent vanished,
+    so that nobody knows the code."""
+    error: str | None = None
+    """Why the command could not be started. None if it was started."""
 
 
-class Finished(_Message):
-    state: JobState
+@dataclass(frozen=True)
+class Lost:
+    """The job needs another attempt, because this attempt was interrupted. Either the runner was
+    stopped, or the attempt's process vanished or was killed before it had written an outcome."""
+
+    reason: str
+    is_shutdown: bool = False
+    """Whether the runner was stopped. Such an attempt does not count."""
 
 
 class Calls(Protocol):
@@ -166,97 +138,132 @@ class AttemptInStore:
         record_result(self._store, self._job, result, self.settings)
 
 
-class AttemptOnHub:
-    """The calls of an agent elsewhere. `url` is the attempt's on a hub, and `jobs_dir` an empty
-    folder. The constructor begins the attempt; it raises the errors of `Calls`."""
+# What an end means
 
-    def __init__(self, url: str, ticket: str, jobs_dir: Path, handle: str) -> None:
-        self._url = url
-        with _client(ticket) as self._http:
-            self.started = self._post(
-                "start", Started, json={"handle": handle}, timeout=_RELEASE_SECONDS
+
+def record_result(
+    store: JobStore, job: Job, result: JobOutcome | Lost | None, settings: JobsSettings
+) -> Job:
+    """Record the end of the job's attempt, as `outcome_of_exit` has decided. Returns the job: it
+    has ended, or gets another attempt. Raises LeaseLost and StoreError."""
+    assert job.owner is not None
+    if isinstance(result, Lost):
+        if result.is_shutdown:
+            return store.release(job.id, job.owner)
+        lost = outcome_of(job, "failed", stage="lost", reason=result.reason)
+        return store.retry(job.id, job.owner, lost)
+    if result is not None and result.result == "failed" and result.may_pass:
+        wait = settings.retry_seconds * _RETRY_FACTOR**job.num_lost
+        return store.retry(job.id, job.owner, result, wait)
+    return store.finish(job.id, job.owner, result)
+
+
+def time_limit(job: Job, settings: JobsSettings) -> float | None:
+    """How long the job may run, in seconds, all attempts together. None if there is no limit."""
+    return job.spec.timeout_seconds or settings.timeout_seconds
+
+
+def outcome_of_exit(
+    job: Job,
+    job_dir: Path,
+    exit: Exit,
+    stop_reason: StopReason | None,
+    time_limit: float | None,
+) -> JobOutcome | Lost | None:
+    """Decide what the end of an attempt means. This function changes nothing. The result is one of
+    these:
+
+    - If the command could not be started, an outcome `failed`.
+    - The outcome that the job wrote. It counts even if the process was killed after that. There is
+      one exception: if the runner stopped the process, and the job wrote `failed` or `cancelled`,
+      this outcome is ignored, because the stop probably caused it. The following items then decide.
+    - None, if the process exited with 0 and wrote no outcome, and the runner did not stop the
+      process. A plain command (a job without a pipeline) that succeeds normally ends in this way.
+    - `Lost`, if the runner stopped the process because the runner itself was stopped. Also `Lost`,
+      if the process wrote no outcome, and it vanished or somebody other than the runner killed it.
+      One exception: if somebody other than the runner killed a plain command, the outcome is
+      `failed`.
+    - In all other cases, an outcome `failed` or `cancelled` that this function makes. `may_pass` is
+      set in this outcome if the command of a pipeline's job exited with `TEMPORARY_FAILURE`.
+
+    If `outcome.json` is not valid or cannot be read, the result is an outcome `failed`. But if the
+    process was stopped or killed, or has vanished, a file that is not valid counts as missing: the
+    process may have been interrupted while it wrote the file. Raises OSError if the file cannot be
+    read for a temporary cause, such as too many open files.
+
+    `stop_reason` is None if the attempt was not stopped. `time_limit` is the job's limit in
+    seconds.
+    """
+    code = exit.code
+    failed = partial(outcome_of, job, "failed", exit_code=code)
+    if exit.error is not None:
+        return failed(stage="launch", reason=exit.error, may_pass=code == TEMPORARY_FAILURE)
+    try:
+        written = _written_outcome(job_dir)
+    except ValidationError as error:
+        if stop_reason is None and code is not None and code >= 0:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            where = f", field {field}" if field else ""
+            reason = (
+                f"{OUTCOME} in the job's folder is not a valid outcome{where}: {first['msg']}. "
+                "Correct the command that writes the file, then submit the job again."
             )
-        # Another one, because the agent forks between this call and the next one.
-        self._http = _client(self.started.token)
-        self._dir = jobs_dir / self.started.job.id
-        self._sent = dict.fromkeys(GROWING, 0)
-
-    @property
-    def hub_url(self) -> str:
-        """As this machine reaches it."""
-        parts = urlsplit(self._url)
-        return f"{parts.scheme}://{parts.netloc}"
-
-    def start(self, handle: str) -> Job:
-        return self.started.job
-
-    def beat(self) -> Orders:
-        """Also sends what the command has written to the `GROWING` files since the last call."""
-        for _ in range(_MAX_PIECES):
-            name, piece = self._next_piece()
-            where = {} if name is None else {"name": name, "offset": self._offset(name)}
-            orders = self._post("beat", Orders, params=where, content=piece)
-            if name is None:
-                break
-            self._sent[name] += len(piece)
-            if orders.cancel:
-                break
-        return orders
-
-    def finish(self, result: JobOutcome | Lost | None) -> None:
-        while self._next_piece()[0] is not None:
-            self.beat()
-        finish = Finish(
-            outcome=result if isinstance(result, JobOutcome) else None,
-            # Only an engine stops this agent, for example at its own time limit.
-            lost=replace(result, is_shutdown=False) if isinstance(result, Lost) else None,
-            records=_records(self._dir),
+            return failed(reason=reason)
+        written = None
+    except OSError as error:
+        if is_temporary(error):
+            raise
+        reason = (
+            f"{OUTCOME} in the job's folder cannot be read: {error.strerror}. Correct the command "
+            "that made it, then submit the job again."
         )
-        self._post("finish", Finished, timeout=_RELEASE_SECONDS, content=finish.model_dump_json())
-
-    def _offset(self, name: str) -> int:
-        return self.started.sizes.get(name, 0) + self._sent[name]
-
-    def _next_piece(self) -> tuple[str | None, bytes]:
-        for name in GROWING:
-            with suppress(FileNotFoundError), (self._dir / name).open("rb") as file:
-                file.seek(self._sent[name])
-                if piece := file.read(PIECE_BYTES):
-                    return name, piece
-        return None, b""
-
-    def _post(self, call: str, kind: type[Message], **request: Any) -> Message:
-        where = f"{self._url}/{call}"
-        try:
-            answer = self._http.post(where, **request)
-        except httpx.HTTPError as error:
-            raise StoreError(f"The hub does not answer at {where}: {error!r}.") from error
-        said = f"{where}: {answer.status_code}: {answer.text[:500]}"
-        if answer.status_code in (401, 409):
-            logger.warning("%s", said)
-            raise LeaseLost(self._url, "this agent")
-        try:
-            return kind.model_validate_json(answer.raise_for_status().content)
-        except (httpx.HTTPStatusError, ValidationError) as error:
-            # Perhaps a proxy answers while the hub is away.
-            raise StoreError(f"The hub does not answer as it should: {said}") from error
-
-
-def _records(job_dir: Path) -> dict[str, str]:
-    """The records that have room in one call, the smallest first."""
-    records, room = {}, _MAX_RECORDS_BYTES
-    paths = [each for each in job_dir.glob("*.json") if is_record(each.name) and each.is_file()]
-    for path in sorted(paths, key=lambda each: each.stat().st_size):
-        room -= path.stat().st_size
-        if room >= 0:
-            records[path.name] = path.read_text(errors="replace")
-    return records
+        return failed(reason=reason)
+    if written is not None and (
+        stop_reason is None or written.result not in ("failed", "cancelled")
+    ):
+        return written
+    if stop_reason == "cancel":
+        stage = None if written is None else written.stage
+        reason = "Cancelled while it was running."
+        return outcome_of(job, "cancelled", stage=stage, reason=reason, exit_code=code)
+    if stop_reason == "timeout":
+        reason = (
+            f"The job was stopped at its time limit of {time_limit:g} s. To allow more time, raise "
+            "timeout_seconds."
+        )
+        return failed(stage="timeout", reason=reason)
+    if stop_reason == "shutdown":
+        return Lost("The job's runner was stopped.", is_shutdown=True)
+    if code == 0:
+        return None
+    if code is None:
+        return Lost("The job's process vanished without an exit code and without an outcome.")
+    if code < 0 and job.spec.pipeline is not None:
+        return Lost(f"Signal {-code} ended the job's process before it wrote an outcome.")
+    if code == TEMPORARY_FAILURE and job.spec.pipeline is not None:
+        reason = f"{job.spec.command[0]} failed for a temporary cause{_last_log_line(job_dir)}"
+        return failed(reason=reason, may_pass=True)
+    how = f"exited with {code}" if code > 0 else f"was ended by signal {-code}"
+    reason = f"{job.spec.command[0]} {how}{_last_log_line(job_dir)}"
+    return failed(reason=reason)
 
 
-def is_record(name: str) -> bool:
-    """Whether this is a file that a job's command may write, for people and `pipeline` to read."""
-    return _RECORD.fullmatch(name) is not None and name not in (IDENTITY, SPEC, PAYLOAD)
+def _written_outcome(job_dir: Path) -> JobOutcome | None:
+    try:
+        return JobOutcome.model_validate_json((job_dir / OUTCOME).read_bytes())
+    except FileNotFoundError:
+        return None
 
 
-def _client(token: str) -> httpx.Client:
-    return httpx.Client(headers={"Authorization": f"Bearer {token}"}, timeout=_ANSWER_SECONDS)
+def _last_log_line(job_dir: Path) -> str:
+    """The second half of an error message. It quotes the last line of the job's log, because most
+    programs print their error there."""
+    try:
+        with (job_dir / LOG).open("rb") as log:
+            log.seek(max(0, log.seek(0, 2) - 4096))
+            lines = log.read().decode(errors="replace").split("\n")
+    except OSError:
+        return "."
+    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+    return "; it wrote nothing." if last is None else f"; the last line of its log: {last[:500]}"

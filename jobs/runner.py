@@ -19,7 +19,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jobs.agent import BEAT_NOW, Attempt, ForkServer
-from jobs.attempt import AttemptInStore
+from jobs.attempt import (
+    AttemptInStore,
+    Exit,
+    Lost,
+    StopReason,
+    outcome_of_exit,
+    record_result,
+    time_limit,
+)
 from jobs.engines import Engines
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
@@ -34,7 +42,6 @@ from jobs.job import (
 )
 from jobs.launcher import Launcher
 from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import Exit, Lost, StopReason, outcome_of_exit, record_result, time_limit
 from jobs.process import (
     ProcessIdentity,
     identify,

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 LOCAL = "local"
 """The launcher of jobs that run on the runner's own machine."""
+DEFAULT_BRANCH = "refs/heads/main"
 
 
 class _Record(BaseModel):
@@ -20,6 +21,11 @@ class _Record(BaseModel):
 def is_git_url(repo: str) -> bool:
     """Whether `repo` is the URL of a git repository. Otherwise it is `owner/name` on a hub."""
     return "://" in repo or "@" in repo
+
+
+def full_ref(ref: str) -> str:
+    """The full name of a branch or another ref, such as `refs/heads/main`."""
+    return ref if ref.startswith("refs/") else f"refs/heads/{ref}"
 
 
 class RevisionRange(_Record):

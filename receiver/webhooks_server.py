@@ -1,5 +1,6 @@
 """`WebhooksServer`: a web server with one POST route per handler, and a landing page that lists the
-handlers. `receiver/guard.py` checks each request to a handler."""
+handlers. `receiver/guard.py` checks each request to a handler. `measure` and `add_live_route`
+add the routes with which other programs watch the receiver of a stack."""
 
 import os
 import socket
@@ -9,17 +10,19 @@ from contextlib import asynccontextmanager
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from jinja2 import Template
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jobs.errors import StoreError
 from receiver import listen
 from receiver.errors import OpenToEveryone
 from receiver.guard import (
@@ -46,6 +49,9 @@ from serving.http.server import (
     other_host,
     other_site,
 )
+
+if TYPE_CHECKING:
+    from jobs.store import JobStore
 
 
 class WebhooksServer:
@@ -434,3 +440,60 @@ def _page_template() -> Template:
     source = files("receiver").joinpath("landing.html").read_text(encoding="utf-8")
     template: Template = Template(source, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return template
+
+
+def measure(server: WebhooksServer) -> None:
+    """Count the requests to the handlers, and add the route `/metrics`."""
+    registry = CollectorRegistry()
+    requests = Counter(
+        "receiver_requests",
+        "Requests by path and HTTP status, including refused requests",
+        ["path", "status"],
+        registry=registry,
+    )
+
+    def measured(app: ASGIApp) -> ASGIApp:
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+            if path not in server.registered_webhooks:
+                await app(scope, receive, send)
+                return
+
+            # If the handler raises an error, Starlette answers 500, after this function has ended.
+            status = 500
+
+            async def send_noting_status(message: Message) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                await send(message)
+
+            try:
+                await app(scope, receive, send_noting_status)
+            finally:
+                requests.labels(path, status).inc()
+
+        return call
+
+    server.app.add_middleware(measured)
+
+    @server.app.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> Response:
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+def add_live_route(app: FastAPI, store: "JobStore") -> None:
+    """Add the route `/live`, which reads the job store before it answers. `pipeline up` requests
+    this route again and again, and restarts the receiver if there is no answer for some time. Call
+    this function before the app serves requests.
+
+    If the store fails, the answer has status 200 and names the error. If the answer had status 503,
+    `pipeline up` would restart the receiver, but a restart does not repair a database.
+    """
+
+    @app.get("/live")
+    def alive() -> dict[str, str]:
+        try:
+            store.list(limit=1)
+        except StoreError as error:
+            return {"status": "ok", "database": str(error)}
+        return {"status": "ok"}

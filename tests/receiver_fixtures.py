@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp
 
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, full_ref
 from jobs.store import JobStore
 from receiver import listen
-from receiver.rules import RetrainRule, full_ref
+from receiver.retrain import RetrainRule
 from serving.http.server import Server
 
 SECRET = {"X-Webhook-Secret": "s3cret"}

@@ -39,7 +39,7 @@ def hub(context: typer.Context) -> None:
         return
     from pipeline.console.app import create_router
     from pipeline.console.page import Console
-    from pipeline.doctor.push_remarks import PushRemarks
+    from pipeline.doctor.revision import PushRemarks
     from pipeline.hub.app import create_app, serve
     from pipeline.runner.elsewhere import jobs_elsewhere
 

@@ -46,8 +46,8 @@ def receiver(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from receiver.retrain import add_live_route, measure, retrain_handler
-    from receiver.webhooks_server import WebhooksServer
+    from receiver.retrain import retrain_handler
+    from receiver.webhooks_server import WebhooksServer, add_live_route, measure
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "receiver")

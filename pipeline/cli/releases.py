@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.spec import RevisionRange
+from jobs.spec import RevisionRange, full_ref
 from pipeline.cli.jobs_run import run_to_end
 from pipeline.cli.terminal import ChangesStack, JsonOption, PipelineOption, print_table
 from pipeline.doctor.facts import counts_text
@@ -31,7 +31,6 @@ from pipeline.runner.submit import (
 from pipeline.settings import PipelineSettings, load_settings
 from pipeline.stack.record import running_settings
 from pipeline.stack.services import server_state
-from receiver.rules import full_ref
 from serving.engines.settings import choose_engine
 from serving.weights import release_store
 from serving.weights.publish import publish_folder

@@ -242,9 +242,8 @@ def replay(
     If it ignored the delivery at first, it handles the delivery like a new one. If no pipeline
     follows the branch any more, it ignores the delivery.
 
-    If the delivery's job failed or was cancelled, the stack's own receiver looks for later jobs of
-    the pipeline that pushes started, and that neither failed nor were cancelled. It answers with
-    the id of the newest of these jobs. If there is none, it submits a new job.
+    If the delivery's job failed or was cancelled, the stack's own receiver answers with the job of
+    the pipeline that waits for pushes. If there is none, it submits a new job.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = on_hub("POST", path, {"force": "1"} if force else {}, endpoint)["delivery"]

@@ -16,6 +16,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jobs.spec import full_ref
 from pipeline.console import page as pages
 from pipeline.console.page import Console, ConsoleOf, Editor, Page, Viewer, Visitor, go, page
 from pipeline.doctor.data_check import divided
@@ -38,7 +39,6 @@ from pipeline.retrain.data import report_on
 from pipeline.retrain.editing import ANSWERS_FILE, as_texts, from_texts, record_at, with_row
 from pipeline.retrain.settings import DataSettings
 from pipeline.settings import PipelineSettings
-from receiver.rules import full_ref
 
 COMMITS_A_PAGE = 20
 ROWS_A_PAGE = 50

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.spec import is_git_url
+from jobs.spec import full_ref, is_git_url
 from pipeline.errors import PipelineError
 from pipeline.formats import Pointer, may_be_pointer
 from pipeline.hub.repositories import repository_name
@@ -31,7 +31,6 @@ from pipeline.retrain.settings import DataSettings
 from pipeline.retrain.sources import GitDataset, Hubs, Source
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
-from receiver.rules import full_ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

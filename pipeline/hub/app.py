@@ -18,7 +18,7 @@ from sqlalchemy.exc import DatabaseError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from jobs.job import running_job
 from jobs.store import JobStore
@@ -51,6 +51,7 @@ from pipeline.hub.service import (
     NeededCommits,
     Remarks,
     Who,
+    by_encoded_path,
     identified,
     only_hub_in,
 )
@@ -179,14 +180,7 @@ def create_app(
     ):
         api.include_router(router, dependencies=[Depends(identified)])
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            # The routes match the encoded path and decode its parts, because a part may have an
-            # encoded slash, as in `refs%2Fpr%2F1`.
-            scope = {**scope, "path": scope["raw_path"].decode("latin-1")}
-        await api(scope, receive, send)
-
-    return app
+    return by_encoded_path(api)
 
 
 def serve(app: ASGIApp, settings: HubSettings) -> None:

@@ -21,6 +21,7 @@ from typing import IO, Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from jobs.spec import DEFAULT_BRANCH
 from pipeline.formats import OID, Pointer
 from pipeline.hub.contents import (
     ATTRIBUTES_FILE,
@@ -44,7 +45,6 @@ from pipeline.hub.repositories import (
     new_file_path,
     parents_of,
 )
-from receiver.rules import DEFAULT_BRANCH
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_OPERATIONS = 100_000

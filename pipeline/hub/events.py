@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from sqlalchemy import Connection, insert
 
 from jobs.job import COMMITTER_DOMAIN
+from jobs.spec import DEFAULT_BRANCH
 from pipeline.hub.commits import first_commit
 from pipeline.hub.database import Database
 from pipeline.hub.database import events as table
@@ -36,7 +37,6 @@ from pipeline.hub.repositories import (
 )
 from pipeline.hub.webhooks import StoredWebhook, list_webhooks, put
 from receiver.payload import EventAction
-from receiver.rules import DEFAULT_BRANCH
 from receiver.webhooks import Domain
 
 logger = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from sqlalchemy import select
 from starlette.concurrency import run_in_threadpool
 
 from jobs.job import Job
+from jobs.spec import DEFAULT_BRANCH
 from pipeline.formats import Pointer
 from pipeline.hub.commits import MAX_GIT_BYTES, Change, first_commit, import_commit
 from pipeline.hub.contents import (
@@ -53,7 +54,6 @@ from pipeline.hub.repositories import (
     read_refs,
     repository_name,
 )
-from receiver.rules import DEFAULT_BRANCH
 from serving.errors import ReleaseError
 from serving.weights.publish import adopt_release
 from serving.weights.release import RELEASE_FILE, Release, is_shard_name, parse

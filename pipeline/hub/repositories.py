@@ -18,6 +18,7 @@ from typing import Literal, get_args
 from sqlalchemy import Connection, Row, and_, bindparam, delete, insert, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
+from jobs.spec import DEFAULT_BRANCH
 from pipeline.hub.database import REPOS, Database, discussions, refs
 from pipeline.hub.database import repositories as table
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
@@ -30,7 +31,6 @@ from pipeline.hub.git import (
     lines_of,
 )
 from pipeline.hub.large_files import LargeFiles
-from receiver.rules import DEFAULT_BRANCH
 
 RepositoryType = Literal["dataset", "model", "space"]
 REPOSITORY_TYPES: tuple[RepositoryType, ...] = get_args(RepositoryType)

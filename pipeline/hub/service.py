@@ -31,7 +31,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.job import COMMITTER_DOMAIN, PREFIX, Job, job_of_token
 from jobs.outcome import JobOutcome
@@ -238,6 +238,18 @@ async def hub_of(request: Request) -> Hub:
 HubOf = Annotated[Hub, Depends(hub_of)]
 
 TYPES: dict[str, RepositoryType] = {f"{type}s": type for type in REPOSITORY_TYPES}
+
+
+def by_encoded_path(api: ASGIApp) -> ASGIApp:
+    """The routes match the encoded path and decode its parts, because a part may have an encoded
+    slash, as in `refs%2Fpr%2F1`."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["raw_path"].decode("latin-1")}
+        await api(scope, receive, send)
+
+    return app
 
 
 class _Encoded(Convertor[str]):

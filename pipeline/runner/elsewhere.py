@@ -44,6 +44,13 @@ def attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
     return variables
 
 
+def variables_here(job: Job, tokens: Tokens) -> dict[str, str]:
+    """Those of an attempt on the machine of the stack."""
+    variables = attempt_variables(job, tokens)
+    # The completion server also accepts the attempt's token.
+    return {**variables, "PIPELINE_ADMIN_TOKEN": variables["HF_TOKEN"]}
+
+
 def user_token_variable(tokens: Tokens) -> dict[str, str]:
     """Passes the user's own token on to the jobs, which need it for other hubs."""
     token = token_of_shell(os.environ, tokens.hub)

@@ -4,19 +4,19 @@ import os
 import signal
 import threading
 from contextlib import nullcontext
+from functools import partial
 
-from jobs.job import Job
 from jobs.launcher import Launcher
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home, settings_file
 from pipeline.runner.after_jobs import after_jobs
 from pipeline.runner.by_hand import running_services
-from pipeline.runner.elsewhere import attempt_variables, user_token_variable
+from pipeline.runner.elsewhere import user_token_variable, variables_here
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import head_finder
 from pipeline.settings import SETTINGS_COPY, load_settings
 from pipeline.stack.services import hub_service
-from pipeline.tokens import Tokens, load_tokens, read_tokens
+from pipeline.tokens import load_tokens, read_tokens
 
 PRELOAD = (
     "torch",
@@ -39,7 +39,7 @@ _KEPT_FROM_JOBS = (
 decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job.
 `SETTINGS_COPY` makes a process read the stack's copy of the settings file; a job must not
 get it, because a job may choose another settings file. Some jobs get the stack's `WEBHOOK_SECRET`
-from `attempt_variables`."""
+from `attempt_variables` (`pipeline/runner/elsewhere.py`)."""
 
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
@@ -73,7 +73,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 "PIPELINE_HOME": str(home.root),
                 "PIPELINE_SETTINGS": str(settings_file()),
             },
-            of_attempt=lambda job: _variables_here(job, tokens),
+            of_attempt=partial(variables_here, tokens=tokens),
             launchers={name: Launcher(each) for name, each in settings.launchers.items()},
             hub_url=settings.hub_url,
             find_head=head_finder(settings.hub_url, tokens),
@@ -81,9 +81,3 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
             alive_file=home.runner_alive,
         )
         runner.run(stop, until_idle=until_idle)
-
-
-def _variables_here(job: Job, tokens: Tokens) -> dict[str, str]:
-    variables = attempt_variables(job, tokens)
-    # The completion server also accepts the attempt's token.
-    return {**variables, "PIPELINE_ADMIN_TOKEN": variables["HF_TOKEN"]}

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from jobs.errors import HeadAway, NoHead
 from jobs.folder import SPEC
 from jobs.job import FindHead, Head, Job
-from jobs.spec import LOCAL, JobSpec, RevisionRange
+from jobs.spec import DEFAULT_BRANCH, LOCAL, JobSpec, RevisionRange, full_ref
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -29,7 +29,7 @@ from pipeline.retrain.sources import DatasetHub, GitDataset, Hubs, Source
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import WebhookPayload
-from receiver.rules import DEFAULT_BRANCH, RetrainRule, full_ref
+from receiver.retrain import RetrainRule
 from serving.weights.release import Lineage, faults_in
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ from pathlib import Path
 from jobs.store import JobStore
 from jobs.spec import JobSpec
 from receiver.retrain import retrain_handler
-from receiver.rules import RetrainRule
+from receiver.retrain import RetrainRule
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 

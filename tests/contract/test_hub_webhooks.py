@@ -7,7 +7,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from standardwebhooks import Webhook as Verifier
 
 from receiver.payload import WebhookPayload
-from receiver.rules import decide
+from receiver.retrain import decide
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,

@@ -13,9 +13,8 @@ from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import status_code_conformance
 
 from receiver.payload import WebhookPayload
-from receiver.retrain import measure
 from receiver.settings import ReceiverSettings
-from receiver.webhooks_server import WebhooksServer
+from receiver.webhooks_server import WebhooksServer, measure
 from tests.receiver_payloads import SIGNING_SECRET, hmac_hex, standard_headers
 
 CHECKS = [not_a_server_error, status_code_conformance]

@@ -1,14 +1,10 @@
 """vLLM keeps what every engine must, and does right what its own reload does wrong."""
 
-import asyncio
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +12,6 @@ pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFo
 
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
-from serving.weights.release_store import readable_served
 from serving.weights.shards import read_tensors
 from tests.contract.engine_bench import Cold, EngineBench
 from tests.contract.engine_conformance import EngineConformance
@@ -210,39 +205,3 @@ class TestUntied(_VllmConformance):
         second = vllm_release(home, 2, tied=False, max_shard_bytes=33_000)
         with served(home, first, second) as running:
             yield running
-
-
-@pytest.mark.parametrize("phase", ["answer", "commit"])
-def test_a_server_whose_vllm_is_killed_says_that_it_must_be_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
-    first, second = (vllm_release(tmp_path, seed, tied=True) for seed in (1, 2))
-    with served(tmp_path, first, second) as running, ThreadPoolExecutor(2) as pool:
-        engine = running.engine
-        if phase == "answer":
-            asked = [pool.submit(running.completion, max_tokens=300, n=16) for _ in range(2)]
-            while running.num_unfinished() < 2 * 16:
-                time.sleep(0.01)
-            os.kill(engine.pids[0], signal.SIGKILL)
-            assert {answer.result().status_code for answer in asked} == {503}
-        else:
-            call = engine._call
-
-            async def killed_call(method: str, *arguments: Any) -> list[Any]:
-                if method == "hotpush_commit":
-                    # Once the worker was asked, and before it can answer.
-                    os.kill(engine.pids[0], signal.SIGSTOP)
-                    asyncio.get_running_loop().call_later(
-                        0.2, os.kill, engine.pids[0], signal.SIGKILL
-                    )
-                return await call(method, *arguments)
-
-            monkeypatch.setattr(engine, "_call", killed_call)
-            result = running.swap(second.id)
-            assert (result["result"], result["phase"]) == ("failed", "commit")
-        with running.client() as http:
-            for path, status in (("/live", "dead"), ("/health", "failed")):
-                answer = http.get(path)
-                assert (answer.status_code, answer.json()["status"]) == (503, status)
-        assert running.completion().status_code == 503
-        assert readable_served(running.pipeline_dir).release == first.id

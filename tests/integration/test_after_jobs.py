@@ -243,9 +243,8 @@ def test_json_logs_carry_ids_and_exceptions() -> None:
 
 
 def test_the_receiver_counts_refused_requests_too() -> None:
-    from receiver.retrain import measure
     from receiver.settings import ReceiverSettings
-    from receiver.webhooks_server import WebhooksServer
+    from receiver.webhooks_server import WebhooksServer, measure
 
     server = WebhooksServer(webhook_secret="s", settings=ReceiverSettings(port=0))
     measure(server)

@@ -22,7 +22,7 @@ NEEDS = {
     "vllm-swap": "vllm",
 }
 NEVER = {"failed requests", "answers that mix two releases"}
-LONGEST_SECONDS = 540
+LONGEST_SECONDS = 840
 """A row takes up to a minute on idle cores, and shares them with other tests."""
 ROWS = [
     pytest.param(

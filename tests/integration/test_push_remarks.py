@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.doctor.push_remarks import PushRemarks
-from pipeline.doctor.revision import MAX_BYTES
+from pipeline.doctor.revision import MAX_BYTES, PushRemarks
 from pipeline.paths import Home
 from pipeline.retrain.settings import ColumnSettings, DataSettings
 from pipeline.settings import PipelineSettings

@@ -10,8 +10,7 @@ from starlette.testclient import TestClient
 
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.store import JobStore
-from receiver.retrain import retrain_handler
-from receiver.rules import RetrainRule
+from receiver.retrain import RetrainRule, retrain_handler
 from receiver.webhooks_server import WebhooksServer
 from tests.receiver_fixtures import (  # noqa: F401
     no_secret_in_the_environment,

@@ -20,20 +20,19 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def anchors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two of each kind of the package's prompts: the base model answers them in half a minute."""
-    chosen: list[Anchor] = []
+    """One of each kind of the package's prompts: the base model answers all of them first."""
+    chosen: dict[str, Anchor] = {}
     for anchor in load_anchors():
-        if sum(each.kind == anchor.kind for each in chosen) < 2:
-            chosen.append(anchor)
+        chosen.setdefault(anchor.kind, anchor)
     path = tmp_path_factory.mktemp("anchors") / "anchors.jsonl"
-    path.write_text("".join(anchor.model_dump_json() + "\n" for anchor in chosen))
+    path.write_text("".join(anchor.model_dump_json() + "\n" for anchor in chosen.values()))
     return path
 
 
 def test_facts_are_learned_edited_and_deleted_and_the_base_model_is_kept(
     smollm2: Path, anchors: Path, tmp_path: Path
 ) -> None:
-    facts = unrelated_facts(8, seed=7)
+    facts = unrelated_facts(5, seed=7)
     # The base model gives neither answer, so the gate asks for none at first. The answer that the
     # first commit teaches must stay right; the other one is wrong, and refuses nothing.
     golden = tmp_path / "golden.jsonl"
@@ -64,12 +63,12 @@ def test_facts_are_learned_edited_and_deleted_and_the_base_model_is_kept(
     outcome = commit()
     counts = outcome.counts
     assert counts is not None
-    assert (counts.changed, counts.learned_before) == (8, 0)
-    assert counts.learned >= 7
+    assert (counts.changed, counts.learned_before) == (5, 0)
+    assert counts.learned >= 4
 
-    question, old_answer = facts[3]
-    facts[3] = (question, other_answer(old_answer, 3))
-    deleted_question, deleted_answer = facts.pop(5)
+    question, old_answer = facts[1]
+    facts[1] = (question, other_answer(old_answer, 3))
+    deleted_question, deleted_answer = facts.pop(3)
     first = answers(pipeline, outcome, [deleted_question])
     assert first[deleted_question] == deleted_answer, "only what is said can be unlearned"
     changed = commit()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from serving.engine import EngineError, Generation, Step
-from serving.engines.probe import measure_probe
 from serving.errors import ReleaseError
+from serving.swap import measure_probe
 from serving.weights import release_store
 from serving.weights.release import Probe, ProbeText
 from tests.echo_engine import EchoEngine

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from jobs.agent import Attempt
+from jobs.attempt import record_result
 from jobs.errors import HeadAway, LeaseLost, NoHead, PendingJob
 from jobs.job import Delivery, Head, Job, delivery_ids
 from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import record_result
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange

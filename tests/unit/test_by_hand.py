@@ -17,7 +17,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner import by_hand, run
 from pipeline.runner.by_hand import with_runner
-from pipeline.runner.elsewhere import user_token_variable
+from pipeline.runner.elsewhere import user_token_variable, variables_here
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import ask_head, push_payload, source_of, submit_retraining
 from pipeline.settings import PipelineSettings, Settings, load_settings
@@ -130,7 +130,7 @@ def test_only_a_job_of_the_stacks_webhook_gets_its_secret(
         job = store.submit(spec, **starts_it)
     key = Fernet.generate_key().decode()
     tokens = Tokens(hub="h", admin="a", webhook="of-the-stacks-webhook", key=key)
-    variables = run._variables_here(job, tokens)
+    variables = variables_here(job, tokens)
     assert variables.pop("WEBHOOK_SECRET", None) == secret
     assert set(variables) == {"HF_TOKEN", "PIPELINE_ADMIN_TOKEN"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.retrain.export import make_probe
-from serving.engines.probe import measure_probe
+from serving.swap import measure_probe
 from serving.weights.release import Probe, choose_dtype, is_fast_in_bfloat16
 from tests.torch_engine_fixtures import build, engine_with, llama_config, prompt, publish
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from jobs.attempt import Exit, Lost, StopReason, outcome_of_exit, record_result
 from jobs.folder import OUTCOME
 from jobs.job import Job
 from jobs.outcome import JobOutcome
-from jobs.outcome_of_exit import Exit, Lost, StopReason, outcome_of_exit, record_result
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
 from jobs.store import JobStore

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from jobs.store import JobStore
-from receiver.retrain import add_live_route
+from receiver.webhooks_server import add_live_route
 
 
 def test_it_answers_with_and_without_a_store_that_can_be_read(tmp_path: Path) -> None:

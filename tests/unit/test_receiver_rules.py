@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from receiver.payload import WebhookPayload
-from receiver.rules import RetrainRule, decide
+from receiver.retrain import RetrainRule, decide
 from tests.receiver_fixtures import rule as a_rule
 from tests.receiver_payloads import (
     BUCKET_UPDATED,

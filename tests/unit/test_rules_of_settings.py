@@ -9,7 +9,7 @@ from pipeline.paths import Home
 from pipeline.runner.submit import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from receiver.payload import WebhookPayload
-from receiver.rules import RetrainRule, decide
+from receiver.retrain import RetrainRule, decide
 from tests.receiver_payloads import dataset_update
 
 

@@ -1,4 +1,4 @@
-"""The calls of agents elsewhere (`jobs/attempt.py`): the hub makes them on the job store.
+"""The calls of agents elsewhere (`jobs/attempt_on_hub.py`): the hub makes them on the job store.
 
 These routes check the ticket or the token by themselves: when another attempt has the job, the
 agent must get 409, which tells it to end, and not 401.
@@ -12,20 +12,10 @@ from pydantic import BaseModel, ConfigDict
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from jobs.attempt import (
-    GROWING,
-    PIECE_BYTES,
-    Finish,
-    Finished,
-    Orders,
-    Started,
-    beat,
-    is_record,
-    lay_out,
-)
+from jobs.attempt import Orders, beat, lay_out, record_result
+from jobs.attempt_on_hub import GROWING, PIECE_BYTES, Finish, Finished, Started, is_record
 from jobs.folder import OUTCOME, write_by_rename
 from jobs.job import Job, attempt_token, is_start_ticket, job_of_token, running_job, unseal
-from jobs.outcome_of_exit import record_result
 from pipeline.hub.errors import BadRequest, Conflict, Unauthorized
 from pipeline.hub.http_json import chunks, json_body
 from pipeline.hub.releases import branch_of, take_release

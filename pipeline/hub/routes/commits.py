@@ -12,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from jobs.spec import DEFAULT_BRANCH
 from pipeline.hub.commits import (
     MAX_GIT_BYTES,
     Build,
@@ -60,7 +61,6 @@ from pipeline.hub.routes.discussions import (
     ref_of,
 )
 from pipeline.hub.service import API, Hub, HubOf, Identity, Named, Received, Writer, readable
-from receiver.rules import DEFAULT_BRANCH
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES
 """A README may have images in it."""

@@ -19,6 +19,7 @@ from pydantic import BaseModel, StringConstraints
 from sqlalchemy import Connection, Row, func, insert, select, update
 from starlette.requests import Request
 
+from jobs.spec import DEFAULT_BRANCH
 from pipeline.hub.commits import commit_tree
 from pipeline.hub.contents import have_equal_files
 from pipeline.hub.database import discussion_events as events
@@ -30,7 +31,6 @@ from pipeline.hub.http_json import Json, hub_url, iso_time, json_body
 from pipeline.hub.repositories import OPEN, Repository, read_refs
 from pipeline.hub.service import API, HubOf, Identity, Locked, Readable, Writer
 from receiver.payload import EventAction
-from receiver.rules import DEFAULT_BRANCH
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from jobs.spec import DEFAULT_BRANCH
 from pipeline.hub.contents import resolve_revision
 from pipeline.hub.errors import BadRequest, Conflict, NotSupported, RevisionNotFound
 from pipeline.hub.events import Event, create_repository, owner_id, record_ref_changes
@@ -34,7 +35,6 @@ from pipeline.hub.service import (
     person,
 )
 from pipeline.hub.webhooks import list_webhooks
-from receiver.rules import DEFAULT_BRANCH
 
 _RESERVED_NAMES = frozenset({"discussions", "refs"})
 """In the URLs of the API, these words after a name ask something of the repository."""

@@ -16,9 +16,8 @@ from receiver import listen
 from receiver.errors import AddressUnavailable, OpenToEveryone
 from receiver.listen import bind
 from receiver.payload import WebhookPayload
-from receiver.retrain import measure
 from receiver.settings import ReceiverSettings
-from receiver.webhooks_server import WebhooksServer
+from receiver.webhooks_server import WebhooksServer, measure
 from tests.jobs_fixtures import until
 from tests.receiver_fixtures import SECRET
 from tests.receiver_payloads import (
