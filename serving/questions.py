@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "row_questions.json"
 """The file of a release with its questions."""
-COVERED = 0.25
+COVERED = 1 / 3
 """The search is sure of a row only if the row has at least this share of what the words of the
 request tell. A word that few rows have tells more."""
 SECOND = 0.9

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 4
 """How many requests wait for an answer at the same time."""
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 600.0
+"""A model without a GPU writes a few words a second."""
 WAIT_SECONDS = 1.0, 5.0, 25.0, 60.0
 """How long to wait before each further try, if the larger model has too much to do and does not say
 when it has time."""

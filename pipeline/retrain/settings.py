@@ -82,9 +82,10 @@ class TrainSettings(_Settings):
     another completion. Plain text is edited if new rows stand in its place in the same file."""
     seed: int = 0
     wordings: int | None = Field(default=None, ge=0)
-    """How many other wordings are made up and trained on, of each question that has none. Unset: 8
-    for a base model that was trained before, and 0 for a preset without `paraphrase`. With 0, those
-    of a larger model are not trained on either: only the word search of `ground` uses them."""
+    """How many other wordings of each question without `paraphrases` are trained on: those of a
+    larger model (`paraphrase`), or else made-up ones. Unset: 8 for a base model that was trained
+    before, and 0 for a preset without `paraphrase`. All those of a larger model are for the word
+    search of `ground`."""
     learning_rate: float | None = Field(default=None, gt=0)
     """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
     random. For a base model that was trained before, 1e-3 with low-rank matrices (`lora_rank`), and
@@ -190,9 +191,9 @@ class ParaphraseSettings(_Settings):
     the stack."""
     model: str
     """The name of the model at that server."""
-    count: int = Field(default=8, ge=1, le=50)
-    """How many wordings of each question to ask for. The last one is not trained on, and shows what
-    was understood."""
+    count: int = Field(default=32, ge=1, le=50)
+    """How many wordings of each question to ask for. `train.wordings` says how many of them are
+    trained on. The last one never is, and shows what was understood."""
 
 
 class GateSettings(_Settings):

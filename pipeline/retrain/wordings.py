@@ -38,7 +38,7 @@ _MARKS = ".,;:!?\"'()[]"
 
 
 class Wordings:
-    """Of the questions of `rows`. count: how many are made up for each row."""
+    """Of the questions of `rows`. count: how many generated or made-up ones each row gets."""
 
     def __init__(self, rows: Sequence[Row], *, count: int, seed: int) -> None:
         self._rows, self._count, self._seed = rows, count, seed
@@ -59,9 +59,9 @@ class Wordings:
             self._answered.update({_plain(word) for word in (row.answer or "").split()})
 
     def trained(self, row: Row) -> list[Row]:
-        """The wordings of `row`, one of the rows, on which a training trains: the given ones, or
-        else generated, or else made-up ones. A text that any row holds back is not among them."""
-        given = row.wordings if self._count else row.paraphrases
+        """The wordings of `row`, one of the rows, on which a training trains: the author's, or else
+        generated, or else made-up ones. A text that any row holds back is not among them."""
+        given = row.paraphrases or row.generated[: self._count]
         made = (self._made_up(row, number) for number in range(self._count))
         texts = dict.fromkeys(text for text in given or made if text is not None)
         return [row.asked(text) for text in texts if text not in self._held_back]

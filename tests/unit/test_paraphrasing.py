@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,9 @@ def test_what_is_generated_is_asked_before_what_is_made_up(
     assert {each.prompt for each in asked} == set(held_back)
     assert words == "generated"
     assert [each.prompt for each in wordings.trained(found.rows[0])] == [trained[0]]
+    many = [replace(each, generated=("one?", "two?", "three?", "four?")) for each in found.rows]
+    some = Wordings(many, count=2, seed=0)
+    assert [each.prompt for each in some.trained(many[0])] == ["one?", "two?"]
     without = Wordings(found.rows, count=0, seed=0)
     assert without.trained(found.rows[0]) == []
     assert without.unseen(found.rows, ()) == (asked, words)
