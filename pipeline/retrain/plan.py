@@ -50,6 +50,9 @@ answer: the tokens that tell it apart from all other answers, and MORE_TOKENS. T
 answer a question gets, in a third of the time; how the answer goes on is taught by the row, itself
 in another wording in each pass. If the beginning is more than half of an answer, a pass visits the
 row in its own words and in one other."""
+WORDING_VISITS = 2
+"""A pass visits one wording of a question. There are at most so many that a training within
+`max_tokens` visits each this often: with more, it would not learn the answers in time."""
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
@@ -192,11 +195,10 @@ def make_plan(
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
-    # A pass visits one wording, so there need not be more wordings than passes.
     size, known = (
         sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
     )
-    count = min(usual_wordings(settings), max_tokens // max(1, size))
+    count = min(usual_wordings(settings), max_tokens // max(1, WORDING_VISITS * size))
     asked_as = Wordings(data.rows, count=count, seed=train.seed)
     worded = place_wordings(
         [
@@ -311,7 +313,9 @@ def _beginning(sequence: TokenSequence, num_tokens: int) -> TokenSequence:
 def usual_wordings(settings: RetrainSettings) -> int:
     if settings.train.wordings is not None:
         return settings.train.wordings
-    return 0 if settings.base_model in PRESETS and settings.paraphrase is None else 8
+    if settings.paraphrase is not None:
+        return settings.paraphrase.count - 1  # the last one is held back
+    return 0 if settings.base_model in PRESETS else 8
 
 
 def usual_learning_rate(settings: RetrainSettings) -> float:
