@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -338,14 +339,16 @@ def test_watched_it_is_printed_once_per_change_and_redrawn_on_a_terminal(
     hub: RunningHub, tmp_path: Path
 ) -> None:
     watch = [sys.executable, "-m", "pipeline", "status", "--watch"]
+    # Tests that run in the background of a script ignore Ctrl+C, and so would their children.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
     report = {"name": "elsewhere:8000", "release": "r000007-1f3ac9d2"}
     hub.api.create_repo("local/facts")
     worktree, (primary, terminal) = clone(hub, tmp_path), pty.openpty()
     with (
         open(primary, "rb", buffering=0) as screen,
-        subprocess.Popen(watch, env=env, stdout=terminal) as shown,
-        subprocess.Popen(watch, env=env, stdout=subprocess.PIPE) as piped,
+        subprocess.Popen(watch, env=env, stdout=terminal, preexec_fn=heeds) as shown,
+        subprocess.Popen(watch, env=env, stdout=subprocess.PIPE, preexec_fn=heeds) as piped,
     ):
         os.close(terminal)
         assert piped.stdout is not None
