@@ -32,7 +32,6 @@ from pipeline.retrain.sources import (
     Hubs,
     Revision,
     Source,
-    cached_login,
 )
 from serving.weights.atomic_file import write_atomically
 from serving.weights.release import Lineage
@@ -228,7 +227,7 @@ class RetrainJob:
             hubs=Hubs(
                 own=environ.get("HF_ENDPOINT"),
                 token=environ.get("HF_TOKEN"),
-                user_token=environ.get(OWN_TOKEN) or cached_login(),
+                user_token=environ.get(OWN_TOKEN),
             ),
             paraphrase_token=environ.get(PARAPHRASE_TOKEN),
             server_url=environ.get("PIPELINE_SERVER_URL"),

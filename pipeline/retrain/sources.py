@@ -421,15 +421,17 @@ class Hubs:
     token: str | None = field(repr=False)
     """The token for the stack's own hub."""
     user_token: str | None = field(repr=False)
-    """The user's own token, for all others."""
+    """The user's own token, for all others. None for that of `hf auth login`."""
 
     @classmethod
     def of_shell(cls, own: str, token: str) -> "Hubs":
-        return cls(own=own, token=token, user_token=own_token(os.environ, token))
+        return cls(own=own, token=token, user_token=token_of_shell(os.environ, token))
 
     def address(self, endpoint: str) -> tuple[str | None, str | Literal[False] | None]:
         """The URL of a hub, and the token for it, which is False to send none."""
-        return (self.own, self.token) if endpoint == "hub" else (endpoint, self.user_token or False)
+        if endpoint == "hub":
+            return self.own, self.token
+        return endpoint, self.user_token or cached_login() or False
 
     def dataset(self, name: str, endpoint: str, cache_dir: Path) -> Source:
         """name: `owner/name` on the hub, or a git URL."""
