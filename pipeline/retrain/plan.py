@@ -50,9 +50,11 @@ answer: the tokens that tell it apart from all other answers, and MORE_TOKENS. T
 answer a question gets, in a third of the time; how the answer goes on is taught by the row, itself
 in another wording in each pass. If the beginning is more than half of an answer, a pass visits the
 row in its own words and in one other."""
+USUAL_WORDINGS = 8
 WORDING_VISITS = 2
-"""A pass visits one wording of a question. There are at most so many that a training within
-`max_tokens` visits each this often: with more, it would not learn the answers in time."""
+"""A pass visits one wording of a question, so there are no more wordings than passes. There are
+more than USUAL_WORDINGS only if a training within `max_tokens` visits each this often: otherwise
+it would not learn the answers in time."""
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
@@ -198,7 +200,9 @@ def make_plan(
     size, known = (
         sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
     )
-    count = min(usual_wordings(settings), max_tokens // max(1, WORDING_VISITS * size))
+    passes = max_tokens // max(1, size)
+    most = min(passes, max(USUAL_WORDINGS, passes // WORDING_VISITS))
+    count = min(usual_wordings(settings), most)
     asked_as = Wordings(data.rows, count=count, seed=train.seed)
     worded = place_wordings(
         [
@@ -315,7 +319,7 @@ def usual_wordings(settings: RetrainSettings) -> int:
         return settings.train.wordings
     if settings.paraphrase is not None:
         return settings.paraphrase.count - 1  # the last one is held back
-    return 0 if settings.base_model in PRESETS else 8
+    return 0 if settings.base_model in PRESETS else USUAL_WORDINGS
 
 
 def usual_learning_rate(settings: RetrainSettings) -> float:

@@ -84,9 +84,9 @@ class TrainSettings(_Settings):
     wordings: int | None = Field(default=None, ge=0)
     """How many other wordings of each question without `paraphrases` are trained on: those of a
     larger model (`paraphrase`), or else made-up ones. Unset: all of a larger model but the last
-    one; without one, 8 for a base model that was trained before, and 0 for a preset. In any case at
-    most so many that a training within `max_tokens` visits each twice. The word search of `ground`
-    has all those of a larger model."""
+    one; without one, 8 for a base model that was trained before, and 0 for a preset. More than 8
+    only if a training within `max_tokens` visits each twice. The word search of `ground` has all
+    those of a larger model."""
     learning_rate: float | None = Field(default=None, gt=0)
     """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
     random. For a base model that was trained before, 1e-3 with low-rank matrices (`lora_rank`), and

@@ -1,5 +1,6 @@
 """Other wordings of a question: given, made up, held back; and what counts as the row's answer."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -162,11 +163,14 @@ def test_the_beginning_of_an_answer_is_that_of_no_other_one(answers: list[tuple[
         )
 
 
-def test_the_budget_is_enough_to_visit_each_wording_twice() -> None:
-    told, few = data(new=tuple(shipping())), settings(wordings=8, max_tokens=600)
-    plan = make_plan(told, TOKENIZER, few, max_length=64)
-    size = plan.num_tokens(range(len(shipping())))
-    assert max(map(len, plan.wordings.values())) == 600 // (2 * size) < 8
+@pytest.mark.parametrize(("passes", "count"), [(3, 3), (8, 8), (12, 8), (24, 12), (90, 31)])
+def test_there_are_no_more_wordings_than_the_budget_visits(passes: int, count: int) -> None:
+    worded = [replace(each, generated=tuple(f"word {n}" for n in range(40))) for each in shipping()]
+    size = make_plan(data(new=tuple(worded)), TOKENIZER, settings(wordings=0), max_length=64)
+    budget = passes * size.num_tokens(size.learned)
+    few = settings(wordings=31, max_tokens=budget)
+    plan = make_plan(data(new=tuple(worded)), TOKENIZER, few, max_length=64)
+    assert max(map(len, plan.wordings.values())) == count
 
 
 def test_a_delta_replays_other_wordings_of_known_rows_and_unlearns_those_of_deleted_ones() -> None:
