@@ -344,6 +344,9 @@ def promote(
                 f"{error}; is it this pipeline's server, and PIPELINE_ADMIN_TOKEN its token?"
             ) from None
         else:
+            if result.result in ("refused", "failed"):
+                # The server clears the mark only after a swap that it has begun.
+                clear_pending(pipeline_dir, release_id, earlier=earlier)
             if result.result != "deferred":
                 return _promotion(result, pipeline_dir, release_id)
             logger.info("the server defers the swap: %s", "; ".join(result.reasons))

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
 from pipeline.retrain.run import Promotion, promote
 from serving.errors import Superseded
-from serving.swap_schemas import SwapRequest, SwapResult
+from serving.swap_schemas import SwapRequest, SwapResult, SwapResultName
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
 from tests.serving_fixtures import running
 
@@ -160,14 +160,16 @@ def test_any_other_answer_fails_and_says_what_came(tmp_path: Path, status: int, 
         asked(tmp_path, (status, body))
 
 
+@pytest.mark.parametrize("result", [None, "refused", "failed"])
 @pytest.mark.parametrize("earlier", [EARLIER, RELEASE, None])
-def test_after_a_wrong_answer_the_release_that_waited_before_is_pending_again(
-    tmp_path: Path, earlier: str | None
+def test_after_a_refusal_or_a_wrong_answer_the_release_that_waited_before_is_pending_again(
+    tmp_path: Path, earlier: str | None, result: SwapResultName | None
 ) -> None:
     if earlier is not None:
         set_pending(tmp_path, earlier)
+    body = SwapResult(result=result, release=RELEASE, phase="preflight") if result else ""
     with pytest.raises(PromoteError):
-        asked(tmp_path, (401, ""))
+        asked(tmp_path, (401, body))
     # The job has failed. So its own release may not stay pending, even if an earlier attempt of the
     # job marked it.
     assert pending_release(tmp_path) == (None if earlier == RELEASE else earlier)
