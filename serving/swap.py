@@ -267,6 +267,10 @@ class Swapper:
                 await bounded(staging, limit, "stage took more than")
             fitting = self.engine.max_context(candidate.id) or candidate.context_length
             candidate = replace(candidate, context_length=min(fitting, candidate.context_length))
+            probe, most = candidate.release.probe, candidate.context_length
+            if probe is not None and any(len(text.token_ids) > most for text in probe.texts):
+                reason = f"a text of its probe is longer than the {most} tokens that fit here"
+                raise SwapStopped("refused", f"{reason}; raise max_context or kv_cache_bytes")
             with ExitStack() as barrier:
                 if not self.engine.holds_two:
                     barrier.enter_context(self.admission.closed())

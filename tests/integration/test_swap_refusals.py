@@ -166,6 +166,16 @@ async def test_what_an_engine_cannot_stage_is_refused(house: House) -> None:
 
 
 @BOTH
+async def test_a_probe_that_is_longer_than_the_engine_s_context_is_refused(house: House) -> None:
+    house.engine.context = 6
+    result = await house.swapper.swap(house.new.id)
+    assert (result.result, result.phase) == ("refused", "stage")
+    assert "longer than the 6 tokens that fit here" in result.reasons[0]
+    house.engine.context = None
+    await house.check_old_goes_on()
+
+
+@BOTH
 @pytest.mark.parametrize("phase", ["stage", "commit", "generate"])
 @pytest.mark.parametrize("how", ["fail", "hang"])
 async def test_an_engine_in_trouble_fails_the_swap_and_the_barrier_opens(

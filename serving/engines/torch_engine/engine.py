@@ -166,7 +166,7 @@ class TorchEngine:
         staged, or if the prompt does not fit.
         """
         resident = self._find(release_id)
-        if len(generation.prompt) > resident.context:  # a probe is not checked before
+        if len(generation.prompt) > resident.context:  # the server has checked requests and probes
             raise EngineError(
                 f"a prompt of {len(generation.prompt)} tokens does not fit; the release takes "
                 f"{resident.context}"
