@@ -45,8 +45,8 @@ class LiveRelease:
     release: Release
     folder: Path
     tokenizer: ReleaseTokenizer
-    live_since: int
-    """When the first phase (the preflight) of the swap to this release ended, in Unix seconds."""
+    live_since: int = 0
+    """When it became live, in Unix seconds. 0 before."""
     stands_in_for: Unserved | None = None
     """If this release is served as a substitute: the newer release that could not be served.
     Otherwise None."""
@@ -155,7 +155,7 @@ async def check_swap_token(
 ) -> None:
     """Raise RequestError 401 if the request has no token, and 403 if its token is neither
     `admin_token` nor one for which `job_may_swap` returns true."""
-    given = _bearer_of(request, "the admin token")
+    given = _bearer_of(request, "the admin token or the token of a running job")
     if not _is_equal(given, admin_token) and not await run_in_threadpool(job_may_swap, given):
         raise RequestError(403, "the token is not the admin token or the token of a running job")
 

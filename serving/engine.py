@@ -183,8 +183,9 @@ class Engine(Protocol):
         None if the engine allows every length that the release allows."""
 
     async def commit(self, release_id: str) -> None:
-        """Let generations use this release from now on. The release is staged, or it was committed
-        before and is not unloaded (a swap failed, and the old release must be used again).
+        """Let generations use this release from now on; some engines let them from `stage` on. The
+        release is staged, or it was committed before and is not unloaded (a swap failed, and the
+        old release must be used again).
 
         `stage` must already have found every error that it can find. This call is fast.
 

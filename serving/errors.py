@@ -1,5 +1,5 @@
 """The exceptions that jobs and the command line get from the package `serving`. Those of engines
-are in `serving/engine.py`, and those of requests in `serving/openai_schemas.py`.
+are in `serving/engine.py`, and those of requests in `serving/request_errors.py`.
 
 ServingError                the command line prints its message in one line
 ├── ReleaseError            a release folder has faults; `reasons` lists all of them

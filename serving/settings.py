@@ -49,8 +49,8 @@ class ServingSettings(BaseModel):
     the probe. After this time the swap ends as `failed`. A stage that starts vLLM has the time
     limit `start_seconds` of vLLM instead."""
     barrier_seconds: float = Field(default=30, gt=0)
-    """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
-    one write of the record `served.json`."""
+    """Time limit of the commit of a swap, of its probe if new requests wait for the probe, of one
+    write of the record `served.json`, and of the unloading of a release."""
     ground: Literal["off", "assist"] = "off"
     """With `assist`, a question is put to the model in the words of the row that a word search
     finds for it. The header `X-Asked-As` of the answer names the row."""

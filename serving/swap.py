@@ -241,7 +241,7 @@ class Swapper:
         has_successor = newest is not None and newest is not swap and newest.folder == swap.folder
         is_asked_for = swap.is_recorded and swap.stands_in_for is None
         if result == "deferred" or has_successor or not is_asked_for:
-            return  # a deferred swap is asked for again, a substitute was asked for by nobody
+            return  # a job asks again after `deferred`; a substitute was asked for by nobody
         try:
             await self._written(release_store.clear_pending, swap.folder.name)
         except SwapStopped as late:
@@ -254,7 +254,7 @@ class Swapper:
             # It was a substitute, or was named only at the start of the server. Now it is the
             # release that the next start serves.
             await self._record(swap, candidate)
-            self.admission.live = replace(candidate, context_length=previous.context_length)
+            self.admission.live = replace(previous, folder=candidate.folder, stands_in_for=None)
             return
         with swap.timed("stage"):
             await self._until_retired()
@@ -278,7 +278,7 @@ class Swapper:
                 self._stop_if_superseded(swap)
                 await self._commit(swap, candidate)
                 with swap.timed("barrier"):
-                    self.admission.live = candidate
+                    self.admission.live = replace(candidate, live_since=int(time.time()))
         except BaseException:
             await self._tried(self.engine.unload(candidate.id), f"unload {candidate.id}")
             raise
@@ -309,7 +309,6 @@ class Swapper:
             folder=swap.folder,
             tokenizer=tokenizer,
             context_length=tokenizer.context_length,
-            live_since=int(time.time()),
             stands_in_for=swap.stands_in_for,
             questions=questions,
         )

@@ -36,7 +36,7 @@ class SwapResult(_Record):
     preflight, the staging or the probe); `superseded` 409 (a newer swap was requested, or another
     release was chosen); `deferred` 503 (earlier requests did not end in time); `failed` 500 (the
     engine or the disk failed). After every result except `live`, the server still serves the
-    release that it served before.
+    release that it served before, unless an engine that holds one release has failed in `commit`.
     """
 
     result: SwapResultName

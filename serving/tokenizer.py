@@ -87,7 +87,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     """The tokenizer of a release or checkpoint folder, with the sizes and defaults that its config
     files set. Raises ReleaseError if a file is missing or wrong, or if the tokenizer has token ids
     for which the network has no embedding."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / network.CONFIG_FILE)
     generation = read_json(folder / "generation_config.json")
     settings = _tokenizer_settings(folder)
     tokenizer = _open_tokenizer(folder, settings)

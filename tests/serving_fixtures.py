@@ -145,7 +145,6 @@ def live_release(release: Release, folder: Path) -> LiveRelease:
         folder=folder,
         tokenizer=tokenizer,
         context_length=tokenizer.context_length,
-        live_since=0,
     )
 
 

@@ -1,8 +1,10 @@
 """How much of a release is read, and releases in which little changed."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
 from serving.weights.publish import publish_state_dict
@@ -14,6 +16,13 @@ def bytes_read(*pids: int) -> int:
     """By `read` and its kin so far; what is read through a mapping is not in it."""
     lines = [Path(f"/proc/{pid}/io").read_text() for pid in pids]
     return sum(int(line.split()[1]) for line in lines)
+
+
+def staged_bytes(caplog: pytest.LogCaptureFixture, release_id: str) -> int:
+    """How many bytes of shards the torch engine has read for the release, as it logs with INFO."""
+    found = re.search(rf"staged {release_id} .* read (\d+) bytes", caplog.text)
+    assert found is not None
+    return int(found[1])
 
 
 def stored_bytes(pipeline_dir: Path, release: Release) -> int:

@@ -56,8 +56,8 @@ from pipeline.hub.repositories import (
 )
 from serving.errors import ReleaseError
 from serving.weights.publish import adopt_release
-from serving.weights.release import RELEASE_FILE, Release, is_shard_name, parse
-from serving.weights.release_store import RELEASE_ID, load_release, read_served, release_ids
+from serving.weights.release import RELEASE_FILE, RELEASE_ID, Release, is_shard_name, parse
+from serving.weights.release_store import load_release, read_served, release_ids
 from serving.weights.verify import check_files
 
 logger = logging.getLogger(__name__)

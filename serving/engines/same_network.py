@@ -3,6 +3,7 @@ weights while it runs, but not its network."""
 
 from pathlib import Path
 
+from serving.weights.network import CONFIG_FILE
 from serving.weights.release import RELEASE_FILE, Release, read_json
 
 # Settings in `config.json` that do not change the network.
@@ -18,7 +19,7 @@ _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 def config_differences(running: Path, wanted: Path) -> list[str]:
     """The differences between the `config.json` of two folders, one sentence each. vLLM runs the
     first one."""
-    old, new = (read_json(folder / "config.json") for folder in (running, wanted))
+    old, new = (read_json(folder / CONFIG_FILE) for folder in (running, wanted))
     return [
         f"config.json: {key} is {new.get(key)!r}, vLLM runs {old.get(key)!r}"
         for key in sorted((old.keys() | new.keys()) - _FREE_KEYS)

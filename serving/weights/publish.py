@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from serving.errors import NotEnoughSpace, ReleaseError
 from serving.weights.atomic_file import fsync
+from serving.weights.network import CONFIG_FILE
 from serving.weights.release import (
     BIN_INDEX_FILE,
     INDEX_FILE,
@@ -52,7 +53,7 @@ from serving.weights.release_store import (
     release_lock,
     sweep_locked,
 )
-from serving.weights.verify import check_network, check_tie, verify_layout, verify_shards
+from serving.weights.verify import TIED, check_network, check_tie, verify_layout, verify_shards
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +127,7 @@ def publish_state_dict(
     from serving.weights import shards
 
     companion_files = companions(files_dir)
-    if not any(path.name == "config.json" for path in companion_files):
+    if not any(path.name == CONFIG_FILE for path in companion_files):
         raise ReleaseError(
             f"{files_dir} has no config.json, and without this file no engine can load the "
             "weights; save the model in this folder with save_pretrained"
@@ -317,7 +318,7 @@ def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str
     has neither a head nor this setting, the checkpoint is incomplete, and `check_network` refuses
     the checkpoint.
     """
-    if read_json(folder / "config.json").get("tie_word_embeddings") is not True:
+    if read_json(folder / CONFIG_FILE).get("tie_word_embeddings") is not True:
         return {}
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    head, embedding = TIED
     return {head: embedding} if head not in tensors and embedding in tensors else {}

@@ -41,6 +41,9 @@ INDEX_FILES = (INDEX_FILE, BIN_INDEX_FILE)
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|bin)")
 _PIECE_BYTES = 1 << 20
 
+RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
+ReleaseId = Annotated[str, Field(pattern=rf"^{RELEASE_ID.pattern}$")]
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 Model = TypeVar("Model", bound=BaseModel)
 PlainName = Annotated[str, StringConstraints(pattern=r"^[^./\\][^/\\]*$")]
@@ -168,7 +171,7 @@ class Lineage(_Record):
 
 
 class Release(_Record):
-    id: str = Field(pattern=r"^r\d{6,}-[0-9a-f]{8}$")
+    id: ReleaseId
     pipeline: str
     created_at: str
     """UTC, ISO 8601."""

@@ -19,21 +19,19 @@ release has passed all checks.
 
 import logging
 import os
-import re
 import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
 
 from filelock import BaseFileLock, FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from serving.errors import ReleaseError, Superseded, is_temporary
 from serving.weights.atomic_file import fsync, is_abandoned, link_atomically, write_atomically
-from serving.weights.release import RELEASE_FILE, Release, parse
+from serving.weights.release import RELEASE_FILE, RELEASE_ID, Release, ReleaseId, parse
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +47,6 @@ A process holds the lock of the pipeline's folder while it writes or removes a r
 folder with this prefix exists while the lock is free, the process that made this folder was killed
 or could not finish.
 """
-
-RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
-ReleaseId = Annotated[str, Field(pattern=rf"^{RELEASE_ID.pattern}$")]
 
 
 class Served(BaseModel):
@@ -176,7 +171,8 @@ def pending_release(pipeline_dir: Path) -> str | None:
 
 
 def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None = None) -> None:
-    """Record that the server now serves `release_id`. Only the server may call this.
+    """Record that the server now serves `release_id`. Only the server may call this, and a job
+    elsewhere, in a folder of its own.
 
     stands_in_for: the release that the server could not serve, if `release_id` is only its
     substitute. Nobody asked for a rollback, so `stands_in_for` stays the last one of `live`.

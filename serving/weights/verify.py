@@ -21,6 +21,9 @@ from serving.weights.release_store import load_release
 # A fault report shows this much of a digest: the name of the algorithm and 12 hex digits.
 _DIGEST_CHARS = len("sha256:") + 12
 
+TIED = "lm_head.weight", "model.embed_tokens.weight"
+"""The names of a head and of the embedding to which a config may tie it."""
+
 
 def verify_release(folder: Path) -> tuple[str, ...]:
     """The reasons not to serve the release in `folder`; empty if the folder matches its manifest.
@@ -112,7 +115,7 @@ def check_files(folder: Path, release: Release) -> list[str]:
         for name, entry in sorted(release.tensors.items())
         if entry.file not in release.files or not is_shard_name(entry.file)
     ]
-    needed = ("config.json", INDEX_FILE)
+    needed = (network.CONFIG_FILE, INDEX_FILE)
     return [*reasons, *(f"{name}: missing" for name in needed if name not in release.files)]
 
 
@@ -152,7 +155,7 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
     - The weights are quantised, so the stored tensors have other names and shapes than the tensors
       of the network.
     """
-    config = read_json(folder / "config.json")
+    config = read_json(folder / network.CONFIG_FILE)
     reasons = check_tie(folder, release)
     is_quantised = config.get("quantization_config") is not None
     if reasons or is_quantised or not config.get("architectures"):
@@ -173,9 +176,8 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
 def check_tie(folder: Path, release: Release) -> tuple[str, ...]:
     """The fault that the config ties the head to the embedding, and the release stores both, and
     they differ. Raises ReleaseError if `config.json` cannot be read."""
-    config = read_json(folder / "config.json")
-    names = ("lm_head.weight", "model.embed_tokens.weight")
-    stored = [release.tensors[name] for name in names if name in release.tensors]
+    config = read_json(folder / network.CONFIG_FILE)
+    stored = [release.tensors[name] for name in TIED if name in release.tensors]
     if not config.get("tie_word_embeddings") or len({entry.digest for entry in stored}) < 2:
         return ()
     return (

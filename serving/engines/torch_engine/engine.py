@@ -59,8 +59,6 @@ class Resident:
     vocab_size: int
     context: int
     """The largest number of tokens in a sequence, prompt included."""
-    read_bytes: int
-    """Bytes of the tensors that were read from shards."""
     is_unloading: bool = False
 
 
@@ -116,14 +114,12 @@ class TorchEngine:
             self._steps.raise_failure()
             self._steps.is_core_reserved = True
             try:
-                runner, read_bytes = await self._load(release, folder)
+                runner = await self._load(release, folder)
             finally:
                 self._steps.is_core_reserved = False
             self._steps.add(release.id, Scheduler(runner, self._settings))
             self.residents[release.id] = Resident(
-                vocab_size=runner.vocab_size,
-                context=runner.cache_size.context,
-                read_bytes=read_bytes,
+                vocab_size=runner.vocab_size, context=runner.cache_size.context
             )
 
     def dtype_of(self, release: Release) -> str:
@@ -204,8 +200,7 @@ class TorchEngine:
         del self.residents[release_id]
         self._has_unloaded.set()
 
-    async def _load(self, release: Release, folder: Path) -> tuple[Runner, int]:
-        """The runner, and the bytes that were read to make it."""
+    async def _load(self, release: Release, folder: Path) -> Runner:
         is_unwanted = threading.Event()
         loader = Loader(
             release=release,
@@ -219,7 +214,7 @@ class TorchEngine:
         )
         loading = asyncio.get_running_loop().run_in_executor(self._loader, load_runner, loader)
         try:
-            return await asyncio.shield(loading), loader.read_bytes
+            return await asyncio.shield(loading)
         except asyncio.CancelledError:
             is_unwanted.set()
             # The next release is staged on the same thread, after this work has stopped. The

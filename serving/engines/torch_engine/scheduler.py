@@ -29,7 +29,8 @@ Event = tuple[EngineSequence, Step | EngineError]
 
 
 class Scheduler:
-    """Used by the step loop's thread only, except `kv_cache_usage`.
+    """Used by the step loop's thread only. Other threads may read `kv_cache_usage`, `is_idle` and
+    `untouched_bytes`.
 
     A sequence waits, then prefills its tokens into a slot, then decodes. If there is no memory for
     the next token of a sequence, the newest sequence is preempted: it loses its memory, waits

@@ -32,8 +32,8 @@ _LOGITS_OF_BYTE = np.where(
 
 
 class EngineSequence:
-    """Used by the step loop's thread only. Exceptions: any thread may set `is_cancelled`, and
-    `events` belongs to the event loop's thread."""
+    """Used by the step loop's thread only, once it was submitted. Exceptions: any thread may set
+    `is_cancelled`, and `events` belongs to the event loop's thread."""
 
     def __init__(
         self, release_id: str, generation: Generation, loop: asyncio.AbstractEventLoop

@@ -271,7 +271,7 @@ class Slot:
 
 class SlotAllocator:
     """There is one allocator for each release, so two releases share no keys and values. Used by
-    the step loop's thread only, except `usage`.
+    the step loop's thread only, except `usage` and `num_free`, which others may read.
 
     A slot is empty, running or cached. A cached slot holds a finished sequence until its memory is
     needed. The least recently used slot is freed first.
