@@ -56,7 +56,7 @@ class Exit:
 
     code: int | None = None
     """The exit code, negative if a signal ended the command. None if the attempt's agent vanished,
-    so that nobody knows the code."""
+    so that nobody knows the code. With an `error`, the agent may have chosen it."""
     error: str | None = None
     """Why the command could not be started. None if it was started."""
 
@@ -184,7 +184,8 @@ def outcome_of_exit(
       One exception: if somebody other than the runner killed a plain command, the outcome is
       `failed`.
     - In all other cases, an outcome `failed` or `cancelled` that this function makes. `may_pass` is
-      set in this outcome if the command of a pipeline's job exited with `TEMPORARY_FAILURE`.
+      set in this outcome if the command of a pipeline's job exited with `TEMPORARY_FAILURE`, or if
+      an attempt could not begin for a temporary cause.
 
     If `outcome.json` is not valid or cannot be read, the result is an outcome `failed`. But if the
     process was stopped or killed, or has vanished, a file that is not valid counts as missing: the

@@ -118,7 +118,9 @@ class Job:
     is pending or waits for its next attempt, and after it has ended."""
     lease_until: float | None
     """When the lease runs out, unless a heartbeat extends it. If the job waits for its next
-    attempt, when the last attempt ended. None while the job is pending, and after it has ended."""
+    attempt, when the last attempt ended. None while the job is pending. After its end,
+    until when somebody handles its outcome (`JobStore.take_outcome`) or needs the job
+    (`JobStore.forget`), if anybody does."""
     handle: str | None
     """The agent of the current attempt (`jobs.process.name_of`). None if the agent has
     not begun the attempt yet."""

@@ -3,10 +3,10 @@ command line.
 
 Each engine takes a name for what it runs. A launcher gives it the name of the attempt, and asks for
 this name later, so it needs to remember nothing. If a runner dies while it submits, the next runner
-asks for the name before it submits, and so finds what was started.
+asks for the name when the lease has run out, and so finds what was started.
 
-An engine is a table in the settings: a command to submit, one that asks, one that cancels, and the
-words in which the engine answers. `launchers.toml` has the tables of well-known engines.
+A launcher is a table in the settings: a command to submit, one that asks, one that cancels, and the
+words in which the engine answers. `launchers.toml` has those of well-known engines.
 
 The ticket of an attempt must not be in a command or in a script, because all users of a machine see
 commands. It is in the environment of the command that submits or, for an engine that does not pass

@@ -33,7 +33,8 @@ class JobOutcome(BaseModel):
     reason: str | None = None
     """Why the job ended in this way, for a person. None if there is nothing to explain."""
     exit_code: int | None = None
-    """The command's exit code, negative if a signal ended the command. None if it is not known."""
+    """The command's exit code, negative if a signal ended the command. If the command could not be
+    started, the agent may have chosen it. None if it is not known."""
     delivery_ids: tuple[str, ...] = ()
     """The ids of the deliveries that led to the job, oldest first."""
     job_id: str | None = None

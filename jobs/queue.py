@@ -371,8 +371,8 @@ def job_that_trained(connection: Connection, job: Job, head: Head) -> Job | None
 
 @cache
 def is_claimable() -> Any:
-    """The SQL condition for pending jobs that need not wait for another job: no other job of the
-    same pipeline is running, and the pipeline is not paused. (Plain commands have no pipeline, so
+    """The SQL condition for pending jobs that need not wait: no other job of the same pipeline is
+    running and, for a push job, the pipeline is not paused. (Plain commands have no pipeline, so
     they block nobody.) The condition does not check whether the time `run_after` has come."""
     running = JOBS.alias("running")
     blocked = (

@@ -119,7 +119,7 @@ class JobStore:
             return {row.pipeline: row.since for row in connection.execute(select(PAUSES))}
 
     def has_open_jobs(self) -> bool:
-        """Whether any job has not ended. Pending jobs of paused pipelines do not count."""
+        """Whether any job has not ended. Pending push jobs of paused pipelines do not count."""
         unended = select(JOBS.c.number).where(JOBS.c.state.in_(OPEN_STATES))
         waits = (JOBS.c.state == "SCHEDULING") & JOBS.c.pipeline.is_not(None) & is_paused()
         with reading(self._engine) as connection:
@@ -296,8 +296,8 @@ class JobStore:
         - The head cannot be read now (HeadAway). The job stays pending for HEAD_RETRY_SECONDS, and
           this method returns None.
         - The ref has no head (NoHead). The job has failed.
-        - The pipeline's newest ended job has trained this head in the same way
-          (`job_that_trained`). The job has ended as `unchanged`.
+        - It is a push job, and the pipeline's newest ended job has trained this head in the same
+          way (`job_that_trained`). The job has ended as `unchanged`.
         - An attempt of the job has failed, and a push job of the pipeline is pending, which trains
           on the newest commit. The job has failed.
 

@@ -185,6 +185,7 @@ def _with_body(request: Request, body: bytes) -> Request:
     headers = MutableHeaders(scope={"headers": list(request.scope["headers"])})
     # The sender may have sent a form, or JSON with another content type.
     headers["content-type"] = "application/json"
+    # `request.state` is in the scope, so both requests have the `delivery_id`.
     proven = Request({**request.scope, "headers": headers.raw}, request.receive)
     proven._body = body  # `_read_body` has already read the sender's body
     return proven

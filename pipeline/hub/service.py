@@ -173,10 +173,11 @@ class Hub:
     remarks_on: Remarks
     releases: Releases
     git_slots: Mapping[str, asyncio.Semaphore]
-    """One semaphore for each kind of git's work: `list` (of the refs), `clone` and `push`. A clone
-    keeps its slot until its client has read the whole answer. The kinds have separate slots, so
-    that no push or list waits for such a client. Every clone and every push begins with a list. Git
-    makes the complete list before the hub sends it, so no slow client keeps the slot of a list."""
+    """One semaphore for each kind of git's work: `list` (of the refs), `clone`, `push` and `file`
+    (one over the API). A clone or a file keeps its slot until its client has read the whole answer.
+    The kinds have separate slots, so that no push or list waits for such a client. Every clone and
+    every push begins with a list. Git makes the complete list before the hub sends it, so no slow
+    client keeps the slot of a list."""
     commit_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """How many commits of the API may be parsed or made at once. A single line of a request's body
     may take 250 MB of memory while it is parsed."""

@@ -45,8 +45,8 @@ class HubSettings(BaseModel):
     """The largest pack of one push, the largest body of one commit over the API, and the largest
     file of Git LFS."""
     max_git_processes: int = Field(default=16, ge=1)
-    """How many clones may run at once. The same number of pushes, and of lists of refs, may run
-    beside them. All others wait. The hub ends a clone if its client does not read for a minute."""
+    """How many clones may run at once. As many pushes, lists of refs, and files that are sent, may
+    run beside them. All others wait. A clone ends if its client does not read for a minute."""
 
     @property
     def url(self) -> str:

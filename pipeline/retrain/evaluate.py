@@ -30,11 +30,11 @@ GROUPS = {
 }
 """Group of rows to measure → its rows in words."""
 MIN_ROWS = 20
-"""The checks of deleted rows, of unchanged rows, of held-out rows and of losses need at
-least this many rows, because a few rows prove nothing."""
+"""The checks of lost, of kept and of held-out rows, of questions in other words and of losses need
+at least this many, because a few prove nothing."""
 SIGMAS = 2.0
-"""A count or a loss must exceed its limit by this many standard errors before the gate refuses. A
-smaller excess may be chance, because only a sample of the rows was measured."""
+"""A loss, or how many answers were lost, must exceed its limit by this many standard errors before
+the gate refuses. A smaller excess may be chance, because only a sample of the rows was measured."""
 TOLERANCE = 0.01
 """Nats per token. The gate ignores a rise of the loss that is smaller than this. If two models both
 know a row by heart, both losses are almost 0, and their ratio means nothing."""
@@ -133,7 +133,7 @@ class Evaluation(BaseModel):
     known: Comparison
     """The losses on the unchanged rows."""
     held_out: Comparison
-    """The losses on held-out rows, which were never trained on."""
+    """The losses on held-out rows, also on those of `held_out_trained`."""
     refusals: tuple[str, ...] = ()
     """Why the gate refuses the new weights. Empty if it accepts them."""
     not_learned: str | None = None

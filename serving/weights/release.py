@@ -150,9 +150,9 @@ class Lineage(_Record):
     """The commit of the dataset that the parent was trained on. The job trained on the rows that
     have changed since this commit. None if the job trained on all rows."""
     data_digest: str | None = None
-    """A digest of all rows of the training split, except those that the setting `held_out_ratio`
-    holds out. The digest does not depend on the order of the rows. If two releases have the same
-    digest, no row of the split has changed between them."""
+    """A digest of all rows of the training split, except those that are held out. The digest does
+    not depend on the order of the rows. If two releases have the same digest, none of these rows
+    has changed between them."""
     mode: Literal["full", "delta"] | None = None
     """`full`: trained from the base model, on all rows. `delta`: trained from the parent, on the
     rows that have changed."""
