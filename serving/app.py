@@ -77,14 +77,14 @@ def create_app(
     *,
     engine: Engine,
     settings: ServingSettings,
-    releases_dir: Path,
+    pipeline_dir: Path,
     pipeline: str,
     admin_token: str,
     job_may_swap: Callable[[str], bool] = lambda token: False,
     folder: Path | None = None,
     follower: "Follower | None" = None,
 ) -> FastAPI:
-    """The application that serves the releases in `releases_dir`, the folder
+    """The application that serves the releases in `pipeline_dir`, the folder
     `<home>/releases/<pipeline>`.
 
     When the application starts, it serves `folder`. If this is None, it serves the release that was
@@ -100,7 +100,7 @@ def create_app(
         engine=engine,
         admission=admission,
         settings=settings,
-        releases_dir=releases_dir,
+        pipeline_dir=pipeline_dir,
         pipeline=pipeline,
         metrics=metrics,
     )
@@ -124,6 +124,7 @@ def create_app(
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan, responses=ERRORS)
     for each in (HTTPException, RequestValidationError, EngineError, TimeoutError):
         app.add_exception_handler(each, _on_error)
+    # The middleware that is added last runs first.
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     if api_key is None:
         app.add_middleware(_KnownHosts, own_host=settings.host.lower())
@@ -316,13 +317,13 @@ async def _serve(
         admission = app.state.admission
         live = admission.live
         if live is None:
-            answers = str(admission.unserved or "no requests until the first release is live")
+            served = str(admission.unserved or "no requests until the first release is live")
         else:
             in_place = f" in place of {live.stands_in_for.id}" if live.stands_in_for else ""
-            answers = f"{live.id} from {live.folder}{in_place}"
-        engine = choose_engine(settings.engine)
-        why = f" ({engine.reason})" if settings.engine == "auto" else ""
-        print(f"engine {engine.name}{why}; answers: {answers}", flush=True)
+            served = f"{live.id} from {live.folder}{in_place}"
+        choice = choose_engine(settings.engine)
+        why = f" ({choice.reason})" if settings.engine == "auto" else ""
+        print(f"engine {choice.name}{why}; answers: {served}", flush=True)
         freeze_imports()
         await server.serve(sockets=[listener])
         if is_told_to_stop:

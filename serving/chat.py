@@ -141,7 +141,7 @@ class ChatRequest(SamplingRequest):
         return self.offered_tools if choice == "required" else []
 
     @property
-    def limit(self) -> tuple[str, int | None]:
+    def max_tokens_field(self) -> tuple[str, int | None]:
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens

@@ -215,7 +215,7 @@ def make_generations(
     do not fit into the context, or if the network has no embedding for a token id of the request.
     """
     tokenizer = live.tokenizer
-    limit, max_tokens = request.limit
+    field, max_tokens = request.max_tokens_field
     room = live.context_length - len(prompt)
     if room < (0 if max_tokens == 0 else 1):
         raise _too_long(live, f"your prompt has {len(prompt)} tokens; shorten the prompt", param)
@@ -224,7 +224,7 @@ def make_generations(
             live,
             f"you requested {len(prompt) + max_tokens} tokens ({len(prompt)} in the prompt, "
             f"{max_tokens} in the completion); ask for at most {room} new tokens",
-            limit,
+            field,
         )
     bias, allowed = request.logit_bias or {}, request.allowed_token_ids
     stop_token_ids = tuple(request.stop_token_ids)

@@ -123,7 +123,7 @@ class Follower:
             is_final = result.result in ("refused", "superseded")
             raise _Failure(f"{release_id}: {result.result}: {reasons}", is_final=is_final)
         try:
-            await asyncio.to_thread(prune, swapper.releases_dir, NUM_KEPT)
+            await asyncio.to_thread(prune, swapper.pipeline_dir, NUM_KEPT)
         except (ReleaseError, OSError) as error:
             logger.warning("old releases are not removed: %s", error)
 
@@ -132,7 +132,7 @@ class Follower:
         source = self.source
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", fetch.__name__),
-            *(str(swapper.releases_dir), source.endpoint, source.repo, commit),
+            *(str(swapper.pipeline_dir), source.endpoint, source.repo, commit),
             env={**os.environ, "HF_TOKEN": source.token or ""},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

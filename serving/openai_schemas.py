@@ -300,7 +300,7 @@ class SamplingRequest(RequestBody):
         return next(iter(found), None)
 
     @property
-    def limit(self) -> tuple[str, int | None]:
+    def max_tokens_field(self) -> tuple[str, int | None]:
         """The field that limits the number of new tokens, and its value."""
         return "max_tokens", self.max_tokens
 

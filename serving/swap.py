@@ -22,7 +22,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -90,7 +90,7 @@ class Swapper:
     engine: Engine
     admission: Admission
     settings: ServingSettings
-    releases_dir: Path
+    pipeline_dir: Path
     pipeline: str
     metrics: Metrics
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -110,28 +110,28 @@ class Swapper:
         before it is served as its substitute. If there is none, the server waits for a swap, and
         its answers say why no release is served.
         """
-        release_store.sweep(self.releases_dir)
+        release_store.sweep(self.pipeline_dir)
         if folder is not None:
-            folder = await asyncio.to_thread(servable_folder, folder, self.releases_dir)
+            folder = await asyncio.to_thread(servable_folder, folder, self.pipeline_dir)
             result = await self._enqueue(_Swap(folder=folder, is_recorded=False))
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
         try:
-            served = release_store.read_served(self.releases_dir)
+            served = release_store.read_served(self.pipeline_dir)
         except ReleaseError as error:
             logger.error("%s", error)
             self.admission.unserved = Unserved(id=release_store.SERVED, reasons=error.reasons)
             return
-        await self._start_with_last_live(served.live)
+        await self._start_with_last_live(served.history)
         if served.pending is not None:
-            await self._enqueue(_Swap(folder=self.releases_dir / served.pending))
+            await self._enqueue(_Swap(folder=self.pipeline_dir / served.pending))
 
-    async def _start_with_last_live(self, live: Collection[str]) -> None:
+    async def _start_with_last_live(self, history: Sequence[str]) -> None:
         unserved: Unserved | None = None
-        for release_id in reversed(tuple(live)):
+        for release_id in reversed(history):
             result = await self._enqueue(
-                _Swap(folder=self.releases_dir / release_id, stands_in_for=unserved)
+                _Swap(folder=self.pipeline_dir / release_id, stands_in_for=unserved)
             )
             if result.result == "live":
                 if unserved is not None:
@@ -150,15 +150,15 @@ class Swapper:
     ) -> SwapResult:
         """Make a release live. `SwapRequest` explains `requested` and `instead_of`. If the caller
         is cancelled, the swap goes on."""
-        swap = _Swap(folder=self.releases_dir / requested, previous=self.admission.live)
+        swap = _Swap(folder=self.pipeline_dir / requested, previous=self.admission.live)
         try:
-            if requested not in release_store.release_ids(self.releases_dir):
-                reason = f"there is no release in {self.releases_dir} for {requested!r}"
+            if requested not in release_store.release_ids(self.pipeline_dir):
+                reason = f"there is no release in {self.pipeline_dir} for {requested!r}"
                 raise SwapStopped("refused", reason)
             if instead_of is not None:
                 await self._choose(requested, instead_of)
         except SwapStopped as stopped:
-            return self._counted(swap, stopped.outcome)
+            return self._ended(swap, stopped.outcome)
         return await self._enqueue(swap)
 
     async def close(self) -> None:
@@ -169,11 +169,12 @@ class Swapper:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
-        choose, folder = release_store.set_pending, self.releases_dir
         try:
-            await asyncio.to_thread(choose, folder, release_id, instead_of=instead_of)
+            await asyncio.to_thread(
+                release_store.set_pending, self.pipeline_dir, release_id, instead_of=instead_of
+            )
             # Another release may have been chosen and requested before the thread ended.
-            if (chosen := release_store.readable_served(folder).chosen) != release_id:
+            if (chosen := release_store.served_or_empty(self.pipeline_dir).chosen) != release_id:
                 raise Superseded(release_id, chosen)
         except Superseded as moved:
             raise SwapStopped("superseded", str(moved), superseded_by=moved.chosen) from None
@@ -181,6 +182,7 @@ class Swapper:
             raise SwapStopped("failed", str(error)) from None
 
     async def _enqueue(self, swap: _Swap) -> SwapResult:
+        """Begin the swap, unless the newest one is to the same release, and wait for that one."""
         if self._newest is None or self._newest.folder != swap.folder:
             self._newest = swap
             self._unfinished[swap] = asyncio.create_task(self._run(swap))
@@ -210,9 +212,9 @@ class Swapper:
             del self._unfinished[swap]
             if self._newest is swap:
                 self._newest = None
-        return self._counted(swap, outcome)
+        return self._ended(swap, outcome)
 
-    def _counted(self, swap: _Swap, outcome: dict[str, Any]) -> SwapResult:
+    def _ended(self, swap: _Swap, outcome: dict[str, Any]) -> SwapResult:
         result = SwapResult(
             release=swap.folder.name,
             previous=None if swap.previous is None else swap.previous.id,
@@ -243,7 +245,7 @@ class Swapper:
         if result == "deferred" or has_successor or not is_asked_for:
             return  # a job asks again after `deferred`; a substitute was asked for by nobody
         try:
-            await self._written(release_store.clear_pending, swap.folder.name)
+            await self._with_record(release_store.clear_pending, swap.folder.name)
         except SwapStopped as late:
             logger.error("%s", *late.outcome["reasons"])
 
@@ -276,7 +278,7 @@ class Swapper:
                     barrier.enter_context(self.admission.closed())
                     await self._drain(swap)
                 self._stop_if_superseded(swap)
-                await self._commit(swap, candidate)
+                await self._commit_and_record(swap, candidate)
                 with swap.timed("barrier"):
                     self.admission.live = replace(candidate, live_since=int(time.time()))
         except BaseException:
@@ -316,7 +318,7 @@ class Swapper:
     def _read(
         self, folder: Path, live: LiveRelease | None
     ) -> tuple[Release, ReleaseTokenizer, Mapping[Kind, Questions]]:
-        release = checked_release(folder, self.engine, self.releases_dir, self.pipeline)
+        release = checked_release(folder, self.engine, self.pipeline_dir, self.pipeline)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
         # tokenizer is being loaded, no other thread can run, so all streams pause.
         if live is not None and release.tokenizer_files == live.release.tokenizer_files:
@@ -342,7 +344,7 @@ class Swapper:
                 late = f"requests on {swap.previous.id} did not end in"
                 await bounded(drained, self.settings.drain_seconds, late, "deferred")
 
-    async def _commit(self, swap: _Swap, candidate: LiveRelease) -> None:
+    async def _commit_and_record(self, swap: _Swap, candidate: LiveRelease) -> None:
         """Make the engine use `candidate`, and record it, if its probe agrees. Otherwise make the
         engine use the previous release again, and raise the error."""
         try:
@@ -375,19 +377,19 @@ class Swapper:
         if not swap.is_recorded:
             return
         chosen = None if live.stands_in_for is None else live.stands_in_for.id
-        earlier = await self._written(release_store.readable_served)
+        earlier = await self._with_record(release_store.served_or_empty)
         try:
-            await self._written(release_store.set_current, live.id, chosen)
+            await self._with_record(release_store.set_current, live.id, chosen)
         except BaseException:
             with suppress(SwapStopped):
-                await self._written(release_store.set_back, earlier)
+                await self._with_record(release_store.set_back, earlier)
             raise
 
-    async def _written(self, write: Callable[..., T], *changes: object) -> T:
-        """Let `write` read or change the record of what is served. Raises SwapStopped if this fails
+    async def _with_record(self, act: Callable[..., T], *changes: object) -> T:
+        """Let `act` read or change the record of what is served. Raises SwapStopped if this fails
         or takes too long."""
-        path = self.releases_dir / release_store.SERVED
-        written = asyncio.to_thread(write, self.releases_dir, *changes)
+        path = self.pipeline_dir / release_store.SERVED
+        written = asyncio.to_thread(act, self.pipeline_dir, *changes)
         try:
             return await bounded(
                 written, self.settings.barrier_seconds, f"{path}: not written within"
@@ -421,10 +423,10 @@ async def bounded(
         task.cancel()
 
 
-def checked_release(folder: Path, engine: Engine, releases_dir: Path, pipeline: str) -> Release:
+def checked_release(folder: Path, engine: Engine, pipeline_dir: Path, pipeline: str) -> Release:
     """The manifest of a release or a checkpoint folder. Raises ReleaseError if `folder` has faults,
     and OSError."""
-    if release_store.is_checkpoint(folder, releases_dir):
+    if release_store.is_checkpoint(folder, pipeline_dir):
         return manifest_of_folder(folder, pipeline)
     try:
         release = release_store.load_release(folder)
@@ -435,7 +437,7 @@ def checked_release(folder: Path, engine: Engine, releases_dir: Path, pipeline: 
         )
         raise ReleaseError(*error.reasons, advice) from None
     reasons = list(verify_layout(folder, release))
-    if folder.parent == releases_dir and folder.name != release.id:
+    if folder.parent == pipeline_dir and folder.name != release.id:
         reasons.append(f"{RELEASE_FILE}: its id is {release.id}, but its folder is {folder.name}")
     dtype = engine.dtype_of(release)
     if release.probe is not None and dtype not in release.probe.bounds:

@@ -62,11 +62,11 @@ def request_swap(
     server_url: str,
     release: str,
     *,
-    admin_token: str | None,
+    token: str | None,
     instead_of: Collection[str | None] | None = None,
 ) -> SwapResult:
     """Ask the server to swap to `release`, and wait for the result. See `SwapRequest` for
-    `instead_of`.
+    `instead_of`. token: the admin token, or that of a running job.
 
     An answer 503 that is not a `SwapResult` counts as `deferred`. Any other answer that is not a
     `SwapResult` raises SwapAnswerError. Raises httpx.ConnectError if no server listens, and another
@@ -78,7 +78,7 @@ def request_swap(
     response = httpx.post(
         f"{server_url.rstrip('/')}/admin/swap",
         json={"release": release, "instead_of": instead_of and list(instead_of)},
-        headers={"Authorization": f"Bearer {admin_token}"} if admin_token is not None else {},
+        headers={"Authorization": f"Bearer {token}"} if token is not None else {},
         timeout=httpx.Timeout(CONNECT_SECONDS, read=ANSWER_SECONDS),
         trust_env=False,
     )

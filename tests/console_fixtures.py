@@ -91,9 +91,9 @@ def running_stack(folder: Path) -> Iterator[Stack]:
     home.root.mkdir()
     tokens = Tokens(hub=TOKEN, admin=ADMIN_TOKEN, webhook="secret", key=SECRET_KEY.decode())
     home.tokens_file.write_text(tokens.model_dump_json())
-    releases_dir = home.releases_dir / "answers"
+    pipeline_dir = home.releases_dir / "answers"
     with ExitStack() as stack:
-        server = stack.enter_context(running(echo_app(releases_dir)))
+        server = stack.enter_context(running(echo_app(pipeline_dir)))
         port = int(server.rpartition(":")[2])
         pipeline = PipelineSettings(name="answers", dataset="local/facts", port=port)
         at = Settings().hub.model_copy(update={"port": free_port()})
@@ -104,7 +104,7 @@ def running_stack(folder: Path) -> Iterator[Stack]:
             running_hub(
                 home.hub_dir,
                 jobs_store=store,
-                pipeline_dirs={"answers": releases_dir},
+                pipeline_dirs={"answers": pipeline_dir},
                 console=create_router(Console(home=home, settings=settings)),
                 port=at.port,
             )
@@ -114,9 +114,9 @@ def running_stack(folder: Path) -> Iterator[Stack]:
         commit = hub.api.create_commit(
             "local/facts", files, commit_message="First <rows>", repo_type="dataset"
         ).oid
-        first = echo_release(releases_dir, 1, chat_template=CHAT_TEMPLATE, dataset_revision=commit)
-        second = echo_release(releases_dir, 2, chat_template=CHAT_TEMPLATE, parent=first.id)
-        assert request_swap(server, first.id, admin_token=ADMIN_TOKEN).result == "live"
+        first = echo_release(pipeline_dir, 1, chat_template=CHAT_TEMPLATE, dataset_revision=commit)
+        second = echo_release(pipeline_dir, 2, chat_template=CHAT_TEMPLATE, parent=first.id)
+        assert request_swap(server, first.id, token=ADMIN_TOKEN).result == "live"
         yield Stack(
             hub=hub,
             store=store,

@@ -161,7 +161,7 @@ def echo_app(
     return create_app(
         engine=engine or EchoEngine(),
         settings=ServingSettings(port=0, **settings),
-        releases_dir=pipeline_dir,
+        pipeline_dir=pipeline_dir,
         pipeline=pipeline,
         admin_token=ADMIN_TOKEN,
         job_may_swap=job_may_swap,

@@ -32,7 +32,7 @@ class House:
             engine=self.engine,
             admission=self.admission,
             settings=ServingSettings(drain_seconds=0.2, phase_seconds=1, barrier_seconds=0.4),
-            releases_dir=pipeline_dir,
+            pipeline_dir=pipeline_dir,
             pipeline="answers",
             metrics=Metrics("answers"),
         )

@@ -38,9 +38,9 @@ from serving.weights.release import Release
 from serving.weights.release_store import (
     list_releases,
     load_release,
-    readable_served,
     release_ids,
     release_number,
+    served_or_empty,
 )
 from serving.weights.verify import verify_release
 
@@ -161,7 +161,7 @@ def publish(
     if parent is not None:
         _load(name, parent)
     elif origin.job_id is not None:
-        parent = readable_served(target).release
+        parent = served_or_empty(target).release
     revision = revision or origin.dataset_revision
     origin = origin.model_copy(update={"parent": parent, "dataset_revision": revision})
     if choose_engine(load_settings().serving.engine).name == "torch" and find_spec("torch"):

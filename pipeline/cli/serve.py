@@ -84,14 +84,14 @@ def serve(
         update=without_none(host=host, port=own_port if port is None else port, engine=engine)
     )
     own_dir = home.releases_dir if follow is None else home.followed_dir
-    releases_dir = (releases or own_dir / name).absolute()
+    pipeline_dir = (releases or own_dir / name).absolute()
     if release is not None and folder is None:
-        folder = releases_dir / release
-    releases_dir.mkdir(parents=True, exist_ok=True)
+        folder = pipeline_dir / release
+    pipeline_dir.mkdir(parents=True, exist_ok=True)
     app = create_app(
         engine=_engine(serving, busy_lock_file=home.jobs_dir / COMPUTING),
         settings=serving,
-        releases_dir=releases_dir,
+        pipeline_dir=pipeline_dir,
         pipeline=name,
         admin_token=tokens.admin,
         job_may_swap=lambda token: _job_may_swap(token, settings, home, tokens, name),

@@ -21,7 +21,7 @@ from pipeline.hub.database import deliveries, events
 from pipeline.hub.routes.contents import UntilSent, resolve
 from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_webhooks
-from serving.weights.release_store import readable_served, release_ids
+from serving.weights.release_store import release_ids, served_or_empty
 
 NUM_WATCHED = 50
 """Only the newest jobs are looked at: an older one has almost always ended."""
@@ -94,5 +94,5 @@ def _looked_at(hub: Hub, console: Console) -> Iterator[Any]:
         yield list_webhooks(connection)
     for pipeline in console.settings.pipelines:
         folder = console.home.releases_dir / pipeline.name
-        yield release_ids(folder), readable_served(folder)
+        yield release_ids(folder), served_or_empty(folder)
     yield [report for listed in hub.followers.values() for _, report in list(listed.values())]

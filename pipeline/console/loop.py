@@ -19,7 +19,7 @@ from pipeline.hub.service import Hub, HubOf
 from pipeline.hub.webhooks import list_deliveries
 from pipeline.settings import PipelineSettings
 from serving.errors import ReleaseError
-from serving.weights.release_store import load_release, readable_served, release_ids
+from serving.weights.release_store import load_release, release_ids, served_or_empty
 
 QUICK_CHECKS = [check for check in CHECKS if check is not check_releases]
 """`check_releases` reads all weights."""
@@ -60,7 +60,7 @@ def _loop(hub: Hub, console: Console, facts: Facts, pipeline: PipelineSettings) 
         "stages": [] if job is None else stages_of(metrics_of(hub.jobs_dir / job.id)),
         "release": release,
         "served": facts.served(pipeline),
-        "pending": readable_served(folder).pending,
+        "pending": served_or_empty(folder).pending,
         "back": way_back(dataset, folder),
         "followers": facts.followers(pipeline),
         "paused_since": hub.jobs_store.paused().get(pipeline.name),

@@ -35,7 +35,7 @@ from pipeline.retrain.sources import (
 )
 from serving.weights.atomic_file import write_atomically
 from serving.weights.release import Lineage
-from serving.weights.release_store import load_release, read_served, readable_served, release_number
+from serving.weights.release_store import load_release, read_served, release_number, served_or_empty
 from serving.weights.verify import verify_release
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class RetrainJob:
     hubs: Hubs
     paraphrase_token: str | None = field(repr=False)
     server_url: str | None
-    admin_token: str | None = field(repr=False)
+    server_token: str | None = field(repr=False)
     num_threads: int | None
     """The number of threads for torch. None leaves torch's default."""
     metrics: MetricsWriter
@@ -231,7 +231,7 @@ class RetrainJob:
             ),
             paraphrase_token=environ.get(PARAPHRASE_TOKEN),
             server_url=environ.get("PIPELINE_SERVER_URL"),
-            admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
+            server_token=environ.get("PIPELINE_ADMIN_TOKEN"),
             num_threads=int(threads) if threads.isdigit() else None,
             metrics=MetricsWriter(folder / METRICS),
             **values,
@@ -297,7 +297,7 @@ class RetrainJob:
         """The id of the served release, for the outcome. None if it cannot be read, because the
         outcome must be written in any case."""
         try:
-            return readable_served(self.pipeline_dir).release
+            return served_or_empty(self.pipeline_dir).release
         except OSError:
             return None
 
@@ -323,9 +323,9 @@ def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
     included too, unless somebody asks for it again (it is pending)."""
     damaged = {}
     served = read_served(pipeline_dir)
-    if served.substitute is not None and served.live[-1] != served.pending:
-        reasons = verify_release(pipeline_dir / served.live[-1])
-        damaged[served.live[-1]] = reasons or ("the server did not take it",)
+    if served.substitute is not None and served.history[-1] != served.pending:
+        reasons = verify_release(pipeline_dir / served.history[-1])
+        damaged[served.history[-1]] = reasons or ("the server did not take it",)
     for release_id in _candidates(pipeline_dir):
         reasons = verify_release(pipeline_dir / release_id)
         if not reasons:
@@ -355,7 +355,7 @@ def _candidates(pipeline_dir: Path) -> list[str]:
     if those before it are damaged."""
     served = read_served(pipeline_dir)
     number = release_number(served.release) if served.release is not None else 0
-    older = [each for each in reversed(served.live) if release_number(each) < number]
+    older = [each for each in reversed(served.history) if release_number(each) < number]
     return list(dict.fromkeys(filter(None, (served.pending, served.release, *older))))
 
 

@@ -51,7 +51,7 @@ from serving.errors import NotEnoughSpace, ServingError, Superseded, SwapAnswerE
 from serving.swap_schemas import SwapResult, request_swap
 from serving.weights.publish import publish_folder
 from serving.weights.release import Lineage, Release
-from serving.weights.release_store import clear_pending, prune, readable_served, set_pending
+from serving.weights.release_store import clear_pending, prune, served_or_empty, set_pending
 
 logger = logging.getLogger("pipeline.retrain")
 
@@ -167,7 +167,7 @@ def _retrain(job: RetrainJob) -> JobOutcome:
                 # A server may still serve a damaged release from memory.
                 instead_of=(snapshot.parent, release.id, *snapshot.passed_over),
                 server_url=job.server_url,
-                admin_token=job.admin_token,
+                token=job.server_token,
             )
     result, reason = promotion
     forced = release.lineage.forced
@@ -309,7 +309,7 @@ def promote(
     *,
     instead_of: Collection[str | None],
     server_url: str | None,
-    admin_token: str | None,
+    token: str | None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Promotion:
     """Choose the release, and ask the server to swap to it. If no server runs, the release stays
@@ -328,9 +328,7 @@ def promote(
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
-            result = request_swap(
-                server_url, release_id, admin_token=admin_token, instead_of=instead_of
-            )
+            result = request_swap(server_url, release_id, token=token, instead_of=instead_of)
         except httpx.ConnectError:
             return _published(f"no server at {server_url}")
         except httpx.TransportError as error:
@@ -359,7 +357,7 @@ def promote(
             # parent, which is still live.
             instead_of = (release_id,)
         time.sleep(RETRY_SECONDS)
-        if (chosen := readable_served(pipeline_dir).chosen) not in instead_of:
+        if (chosen := served_or_empty(pipeline_dir).chosen) not in instead_of:
             return "superseded", f"release {chosen} was taken instead"
 
 

@@ -100,7 +100,7 @@ def _promoted(
         folder.name,
         instead_of=(parent, folder.name, *damaged_releases(folder.parent)),
         server_url=settings.server_url(pipeline),
-        admin_token=tokens.admin,
+        token=tokens.admin,
     )
     try:
         prune(folder.parent, pipeline.keep)

@@ -15,8 +15,8 @@ from serving.weights.release_store import (
     clear_pending,
     list_releases,
     load_release,
-    readable_served,
     release_number,
+    served_or_empty,
     served_release,
     set_pending,
 )
@@ -39,7 +39,7 @@ def swap_in(
     # start right after the request. The new server then finds the mark and serves the release.
     earlier = set_pending(folder, release)
     try:
-        result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
+        result = request_swap(url, release, token=load_tokens(home.tokens_file).admin)
     except httpx.ConnectError:
         return None
     except httpx.TransportError as error:
@@ -88,5 +88,5 @@ def release_before(folder: Path) -> str:
         parent = None
     # Choose only a release that is older than the served release. So a second rollback does not
     # undo the first rollback, but goes further back.
-    choices = (*reversed(readable_served(folder).live), parent, older[-1])
+    choices = (*reversed(served_or_empty(folder).history), parent, older[-1])
     return next(choice for choice in choices if choice in older)

@@ -27,7 +27,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from serving.errors import ReleaseError, Superseded, is_temporary
 from serving.weights.atomic_file import fsync, is_abandoned, link_atomically, write_atomically
@@ -52,27 +52,27 @@ or could not finish.
 class Served(BaseModel):
     """What was served, is served and should be served."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
 
-    live: tuple[ReleaseId, ...] = ()
+    history: tuple[ReleaseId, ...] = Field(default=(), alias="live")
     """The releases that were served, oldest first, without those from which somebody has rolled
     back. The last one should be served. Each of them may be damaged by now, or its folder may be
     gone."""
     substitute: ReleaseId | None = None
-    """The older release that is served because the last one of `live` is damaged."""
+    """The older release that is served because the last one of `history` is damaged."""
     pending: ReleaseId | None = None
     """The release that the next server that starts swaps in."""
 
     @property
     def release(self) -> str | None:
         """The served release; None if no release was served yet."""
-        return self.substitute or next(reversed(self.live), None)
+        return self.substitute or next(reversed(self.history), None)
 
     @property
     def chosen(self) -> str | None:
         """The release that was chosen last: the pending one, or else the one that should be served.
         (A substitute was chosen by nobody.)"""
-        return self.pending or next(reversed(self.live), None)
+        return self.pending or next(reversed(self.history), None)
 
 
 def release_number(release_id: str) -> int:
@@ -141,7 +141,7 @@ def read_served(pipeline_dir: Path) -> Served:
         return Served()
 
 
-def readable_served(pipeline_dir: Path) -> Served:
+def served_or_empty(pipeline_dir: Path) -> Served:
     """Like `read_served`. But a damaged record counts as empty, so that the next write mends it."""
     try:
         return read_served(pipeline_dir)
@@ -160,8 +160,8 @@ def served_release(pipeline_dir: Path) -> Path | None:
 def stood_in_for(pipeline_dir: Path) -> str | None:
     """The damaged release for which a substitute is served. None if the release is served that
     should be served."""
-    served = readable_served(pipeline_dir)
-    return None if served.substitute is None else served.live[-1]
+    served = served_or_empty(pipeline_dir)
+    return None if served.substitute is None else served.history[-1]
 
 
 def pending_release(pipeline_dir: Path) -> str | None:
@@ -175,29 +175,29 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     elsewhere, in a folder of its own.
 
     stands_in_for: the release that the server could not serve, if `release_id` is only its
-    substitute. Nobody asked for a rollback, so `stands_in_for` stays the last one of `live`.
+    substitute. Nobody asked for a rollback, so `stands_in_for` stays the last one of `history`.
     """
     should_be_served = stands_in_for or release_id
     number = release_number(should_be_served)
     with _served_lock(pipeline_dir):
-        served = readable_served(pipeline_dir)
+        served = served_or_empty(pipeline_dir)
         # Leave newer releases out, because a swap to an older release is a rollback from the newer
         # ones. Also leave out releases whose folder is gone: they cannot be served again.
         older = [
             each
-            for each in served.live
+            for each in served.history
             if release_number(each) < number and (pipeline_dir / each).is_dir()
         ]
         substitute = None if stands_in_for is None else release_id
-        _set_served(pipeline_dir, served, live=(*older, should_be_served), substitute=substitute)
+        _set_served(pipeline_dir, served, history=(*older, should_be_served), substitute=substitute)
 
 
 def set_back(pipeline_dir: Path, earlier: Served) -> None:
     """Record again what was live and served, after a swap that failed. What is pending stays. Only
     the server may call this."""
     with _served_lock(pipeline_dir):
-        served = readable_served(pipeline_dir)
-        _set_served(pipeline_dir, served, live=earlier.live, substitute=earlier.substitute)
+        served = served_or_empty(pipeline_dir)
+        _set_served(pipeline_dir, served, history=earlier.history, substitute=earlier.substitute)
 
 
 def _set_served(pipeline_dir: Path, served: Served, **changes: object) -> None:
@@ -229,7 +229,7 @@ def set_pending(
     """
     release_number(release_id)
     with _served_lock(pipeline_dir):
-        served = readable_served(pipeline_dir)
+        served = served_or_empty(pipeline_dir)
         if instead_of is not None and served.chosen not in instead_of:
             raise Superseded(release_id, served.chosen)
         _write_served(pipeline_dir, served, pending=release_id)
@@ -240,7 +240,7 @@ def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = 
     """Remove the mark of `release_id`. If another release is pending, that one still waits for its
     swap. earlier: what `set_pending` returned, to make it pending again."""
     with _served_lock(pipeline_dir):
-        served = readable_served(pipeline_dir)
+        served = served_or_empty(pipeline_dir)
         if served.pending == release_id:
             again = None if earlier == release_id else earlier
             _write_served(pipeline_dir, served, pending=again)

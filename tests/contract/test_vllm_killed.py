@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
 
-from serving.weights.release_store import readable_served
+from serving.weights.release_store import served_or_empty
 from tests.vllm_fixtures import served, vllm_release
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -51,4 +51,4 @@ def test_a_server_whose_vllm_is_killed_says_that_it_must_be_started_again(
                 answer = http.get(path)
                 assert (answer.status_code, answer.json()["status"]) == (503, status)
         assert running.completion().status_code == 503
-        assert readable_served(running.pipeline_dir).release == first.id
+        assert served_or_empty(running.pipeline_dir).release == first.id

@@ -155,7 +155,7 @@ def test_a_swap_in_one_while_the_other_streams(
     )
     first = next(stream)
     assert swapped.post(url).headers["x-model-release"] == swapped.releases[0]
-    result = request_swap(swapped.url, swapped.releases[1], admin_token=ADMIN_TOKEN)
+    result = request_swap(swapped.url, swapped.releases[1], token=ADMIN_TOKEN)
     assert result.result == "live"
     assert swapped.post(url).headers["x-model-release"] == swapped.releases[1]
     assert sum(streaming.engine.num_running.values()) == 1, "pieces come as they are made"

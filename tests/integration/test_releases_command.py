@@ -249,7 +249,7 @@ def with_own_token(folder: Path) -> FastAPI:
     return create_app(
         engine=EchoEngine(),
         settings=ServingSettings(),
-        releases_dir=folder,
+        pipeline_dir=folder,
         pipeline="answers",
         admin_token=load_tokens(Home.find().tokens_file).admin,
     )

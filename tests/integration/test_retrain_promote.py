@@ -43,7 +43,7 @@ def server(answer: Callable[[], Answer]) -> Iterator[tuple[str, list[str | None]
 
 
 def ask(folder: Path, url: str | None, **told: Any) -> Promotion:
-    usual: dict[str, Any] = {"instead_of": FIRST, "admin_token": "secret", "patience_seconds": 0.0}
+    usual: dict[str, Any] = {"instead_of": FIRST, "token": "secret", "patience_seconds": 0.0}
     return promote(folder, RELEASE, server_url=url, **usual | told)
 
 

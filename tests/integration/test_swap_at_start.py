@@ -27,7 +27,7 @@ async def started(pipeline_dir: Path) -> LiveRelease | None:
         engine=EchoEngine(),
         admission=admission,
         settings=ServingSettings(),
-        releases_dir=pipeline_dir,
+        pipeline_dir=pipeline_dir,
         pipeline="answers",
         metrics=Metrics("answers"),
     )
@@ -63,14 +63,14 @@ async def test_a_release_that_was_named_at_the_start_is_recorded_when_it_is_aske
 
     house = House(tmp_path)
     await house.swapper.start(tmp_path / second.id)
-    assert release_store.readable_served(tmp_path).release == first.id, "it was only tried out"
+    assert release_store.served_or_empty(tmp_path).release == first.id, "it was only tried out"
     assert (await house.swapper.swap(second.id)).result == "live"
     with monkeypatch.context() as patch:
         # The record is written, and the link `current` is not.
         patch.setattr(release_store, "link_atomically", full)
         assert (await house.swapper.swap(first.id)).result == "failed"
     await house.swapper.close()
-    assert release_store.readable_served(tmp_path).release == second.id
+    assert release_store.served_or_empty(tmp_path).release == second.id
     live = await started(tmp_path)
     assert live is not None and live.id == second.id
 
@@ -226,4 +226,4 @@ def test_an_engine_in_trouble_is_not_a_reason_for_an_older_release(
         health = httpx.get(f"{url}/health")
     assert health.status_code == 503 and "no memory" in health.json()["reason"]
     assert release_store.served_release(tmp_path) == tmp_path / current
-    assert release_store.readable_served(tmp_path).live == (before, current)
+    assert release_store.served_or_empty(tmp_path).history == (before, current)

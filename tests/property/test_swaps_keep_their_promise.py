@@ -58,7 +58,7 @@ def test_the_last_live_swap_answers(
             engine=engine,
             admission=admission,
             settings=ServingSettings(drain_seconds=0.01, phase_seconds=5, barrier_seconds=5),
-            releases_dir=pipeline_dir,
+            pipeline_dir=pipeline_dir,
             pipeline="answers",
             metrics=Metrics("answers"),
         )

@@ -58,14 +58,14 @@ def test_current_moves_in_one_step(tmp_path: Path) -> None:
 
 
 def test_what_was_live_is_listed_without_what_was_gone_back_from(tmp_path: Path) -> None:
-    assert release_store.readable_served(tmp_path).live == ()
+    assert release_store.served_or_empty(tmp_path).history == ()
     ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 6)]
     for release in (ids[0], ids[2], ids[2], ids[3]):  # ids[1] was published, and never served
         release_store.set_current(tmp_path, release)
-    assert release_store.readable_served(tmp_path).live == (ids[0], ids[2], ids[3])
+    assert release_store.served_or_empty(tmp_path).history == (ids[0], ids[2], ids[3])
     release_store.set_current(tmp_path, ids[2])
     release_store.set_current(tmp_path, ids[4])
-    assert release_store.readable_served(tmp_path).live == (ids[0], ids[2], ids[4])
+    assert release_store.served_or_empty(tmp_path).history == (ids[0], ids[2], ids[4])
 
 
 def test_a_release_that_stands_in_for_another_one_is_not_chosen(tmp_path: Path) -> None:
@@ -76,11 +76,11 @@ def test_a_release_that_stands_in_for_another_one_is_not_chosen(tmp_path: Path) 
     release_store.set_current(tmp_path, ids[0], stands_in_for=ids[2])
     assert release_store.served_release(tmp_path) == tmp_path / ids[0]
     assert release_store.stood_in_for(tmp_path) == ids[2]
-    assert release_store.readable_served(tmp_path).live == tuple(ids)
+    assert release_store.served_or_empty(tmp_path).history == tuple(ids)
     # Only now somebody chooses it.
     release_store.set_current(tmp_path, ids[0])
     assert release_store.stood_in_for(tmp_path) is None
-    assert release_store.readable_served(tmp_path).live == tuple(ids[:1])
+    assert release_store.served_or_empty(tmp_path).history == tuple(ids[:1])
 
 
 def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_a_damaged_record_is_an_error_until_a_release_is_chosen(
     for drop in (release_store.prune, release_store.remove):  # nobody knows what is served
         with pytest.raises(ReleaseError, match=r"served\.json"):
             drop(tmp_path, 0 if drop is release_store.prune else spare)
-    assert release_store.readable_served(tmp_path).release is None
+    assert release_store.served_or_empty(tmp_path).release is None
     release_store.set_pending(tmp_path, "r000001-00000000")
     release_store.set_current(tmp_path, "r000001-00000000")
-    assert release_store.readable_served(tmp_path).live == ("r000001-00000000",)
+    assert release_store.served_or_empty(tmp_path).history == ("r000001-00000000",)
 
 
 @pytest.mark.parametrize("other", ["r000001-aaaaaaaa", "r000003-cccccccc"])
@@ -144,7 +144,7 @@ def test_a_release_is_chosen_only_in_place_of_the_one_that_it_follows(tmp_path: 
     release_store.set_current(tmp_path, first)
     release_store.clear_pending(tmp_path, first)
     release_store.set_current(tmp_path, second)
-    assert release_store.readable_served(tmp_path).chosen == second
+    assert release_store.served_or_empty(tmp_path).chosen == second
     for late in ([first, third], [None, third], []):
         with pytest.raises(Superseded, match=f"{second} was chosen meanwhile, so {third} is not"):
             release_store.set_pending(tmp_path, third, instead_of=late)
@@ -152,7 +152,7 @@ def test_a_release_is_chosen_only_in_place_of_the_one_that_it_follows(tmp_path: 
     release_store.set_current(tmp_path, first, stands_in_for=second)
     release_store.set_pending(tmp_path, third, instead_of=[second])
     release_store.set_pending(tmp_path, other)  # what a person asks for is chosen in any case
-    assert release_store.readable_served(tmp_path).chosen == other
+    assert release_store.served_or_empty(tmp_path).chosen == other
 
 
 def test_of_many_that_follow_one_release_one_is_chosen_and_no_mark_gets_lost(

@@ -437,12 +437,12 @@ class BusyLock:
     def is_held(self) -> bool:
         """Whether a program held the lock at the last check, at most 0.1 seconds ago."""
         if self._lock is not None and time.monotonic() >= self._next_check:
-            self._is_held = _is_held(self._lock)
+            self._is_held = _is_locked(self._lock)
             self._next_check = time.monotonic() + _LOCK_CHECK_SECONDS
         return self._is_held
 
 
-def _is_held(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     try:
         with lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -211,16 +211,16 @@ class Scheduler:
         return len(self._prefilling) + min(len(self._waiting), room)
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
-        count = sum(len(chunk.token_ids) for chunk in batch.chunks)
-        if not count:
+        num_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
+        if not num_tokens:
             self._seconds_per_decoding = _smooth(self._seconds_per_decoding, seconds)
-        elif count >= _MIN_PREFILL_TOKENS:
+        elif num_tokens >= _MIN_PREFILL_TOKENS:
             if batch.slots:
                 # The prefill delays decoding sequences only by the time that a step without prefill
                 # would not take. The number of decoding sequences changes between steps, so this is
                 # an estimate, and at most half of the time is subtracted.
                 seconds = max(seconds - self._seconds_per_decoding, seconds / 2)
-            measured = seconds / count
+            measured = seconds / num_tokens
             self._seconds_per_prompt_token = _smooth(self._seconds_per_prompt_token, measured)
 
     def _finish_step(
@@ -229,9 +229,11 @@ class Scheduler:
         chunks: list[Chunk],
         logits: Tensor,
     ) -> None:
+        """Hand out what the step has computed: logprobs of prompts, and next tokens. Sequences that
+        get no further token end. `logits` is what `Runner.forward` returned."""
         sampled, rows = list(decoding), list(range(len(decoding)))
         row = len(decoding)
-        scored: list[EngineSequence] = []
+        ended: list[EngineSequence] = []
         for chunk, sequence in zip(chunks, list(self._prefilling), strict=True):
             slot = _slot(sequence)
             end = row + chunk.num_wanted
@@ -245,13 +247,13 @@ class Scheduler:
             self._decoding.append(sequence)
             is_full = slot.length >= self._runner.cache_size.context
             if sequence.generation.max_tokens == 0 or is_full:
-                scored.append(sequence)
+                ended.append(sequence)
             else:
                 sampled.append(sequence)
                 rows.append(row - 1)
         if sampled:
             self._sample(sampled, logits if len(rows) == row else logits[rows])
-        for sequence in scored:
+        for sequence in ended:
             self._hand_over(sequence, "length")
 
     def _sample(self, sequences: list[EngineSequence], logits: Tensor) -> None:

@@ -1,5 +1,6 @@
-"""What a network gets and keeps: `Batch`, the tokens of one step; `KeyValueSlots`, where their keys
-and values are stored; and `SlotAllocator`, which gives slots to sequences.
+"""A network with its KV cache (`Runner`), and what it gets and keeps: `Batch`, the tokens of one
+step; `KeyValueSlots`, where their keys and values are stored (`plan_cache` says how many fit); and
+`SlotAllocator`, which gives slots to sequences.
 
 A slot has an address range for a whole context, so attention can read a sequence without copying
 it. The operating system does the paging, as a GPU's driver does for vAttention
@@ -278,7 +279,7 @@ class SlotAllocator:
     """
 
     def __init__(self, runner: Runner) -> None:
-        self._slots = runner.slots
+        self._layers = runner.slots
         self._cache_size = runner.cache_size
         self.num_free = runner.cache_size.num_blocks
         """The number of blocks that no slot has."""
@@ -324,7 +325,7 @@ class SlotAllocator:
         self._running.add(slot)
         if source is not None and source is not slot:
             try:
-                for layer in self._slots:
+                for layer in self._layers:
                     layer.copy(source.number, slot.number, length)
             except BaseException:
                 self.free(slot)
@@ -413,7 +414,7 @@ class SlotAllocator:
 
     def _resize(self, slot: Slot, num_blocks: int) -> None:
         if num_blocks < slot.num_blocks:
-            for layer in self._slots:
+            for layer in self._layers:
                 layer.truncate(slot.number, num_blocks * self._cache_size.block_tokens)
         self.num_free += slot.num_blocks - num_blocks
         slot.num_blocks = num_blocks

@@ -210,7 +210,7 @@ def _stack(blocks: list[Tensor]) -> Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
-_SETTINGS = {
+_CONFIG_KEYS = {
     "hidden_size",
     "intermediate_size",
     "max_position_embeddings",
@@ -221,10 +221,10 @@ _SETTINGS = {
     "vocab_size",
 }
 _LLAMA_LIKE = {
-    "LlamaForCausalLM": _SETTINGS,
-    "MistralForCausalLM": _SETTINGS | {"sliding_window"},
-    "Qwen2ForCausalLM": _SETTINGS,
-    "Qwen3ForCausalLM": _SETTINGS | {"head_dim"},
+    "LlamaForCausalLM": _CONFIG_KEYS,
+    "MistralForCausalLM": _CONFIG_KEYS | {"sliding_window"},
+    "Qwen2ForCausalLM": _CONFIG_KEYS,
+    "Qwen3ForCausalLM": _CONFIG_KEYS | {"head_dim"},
 }
 """Architecture → the settings that `config.json` must have. The others have the same default in
 each of these architectures."""
