@@ -20,7 +20,6 @@ from pipeline.paths import Home
 from pipeline.retrain.job import PROMOTION_DIR, RetrainJob
 from pipeline.retrain.run import main
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.runner.serve_release import in_words, release_before, swap_in
 from pipeline.runner.submit import (
     lineage_of_job,
     pipeline_of_job,
@@ -30,6 +29,7 @@ from pipeline.runner.submit import (
 )
 from pipeline.settings import PipelineSettings, load_settings
 from pipeline.stack.record import running_settings
+from pipeline.stack.serve_release import in_words, release_before, swap_in
 from pipeline.stack.services import server_state
 from serving.engines.settings import choose_engine
 from serving.weights import release_store

@@ -17,9 +17,9 @@ from pipeline.errors import PipelineError
 from pipeline.hub.errors import NotFound
 from pipeline.hub.releases import refresh, served_when
 from pipeline.hub.service import Hub, HubOf
-from pipeline.runner.serve_release import in_words, release_before, swap_in
 from pipeline.settings import PipelineSettings
 from pipeline.stack.record import at_running_stack
+from pipeline.stack.serve_release import in_words, release_before, swap_in
 from serving.errors import ReleaseError
 from serving.weights import release_store
 from serving.weights.release import Release
