@@ -69,6 +69,7 @@ from jobs.process import (
     signal_session,
 )
 from jobs.settings import JobsSettings
+from jobs.spec import JOB_TICKET, JOB_URL
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,6 @@ BEAT_NOW = signal.SIGUSR1
 because somebody has cancelled the job. SIGTERM means that the runner is being stopped: the agent
 ends the command, and the job gets another attempt."""
 
-URL, TICKET = "JOB_URL", "JOB_TICKET"
-"""The variables that an agent elsewhere gets: the URL of its attempt on a hub, and the ticket for
-the start of it."""
 _PR_SET_CHILD_SUBREAPER = 36
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SIGNALS_OF_AGENT = (*_STOP_SIGNALS, signal.SIGCHLD, signal.SIGALRM, BEAT_NOW)
@@ -169,10 +167,10 @@ class _Agent:
             if prctl is not None:
                 # If the command leaves processes behind, this process becomes their parent.
                 prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            until_it_works(self._attempt.job_id, self._begin)
+            until_it_works(f"Job {self._attempt.job_id}", self._begin)
             self._watch()
             self._end_processes()
-            until_it_works(self._attempt.job_id, self._finish)
+            until_it_works(f"Job {self._attempt.job_id}", self._finish)
         except LeaseLost as error:
             logger.warning("%s", error)
         except BaseException:
@@ -436,7 +434,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each call
     try:
-        url, ticket = os.environ.pop(URL), os.environ.pop(TICKET)
+        url, ticket = os.environ.pop(JOB_URL), os.environ.pop(JOB_TICKET)
     except KeyError as missing:
         print(f"{missing} is not set: a runner sets it for the agents of attempts", file=sys.stderr)
         return 2
@@ -468,11 +466,11 @@ def _run_elsewhere(url: str, ticket: str, folder: Path) -> None:
     job, settings = started.job, started.settings
     # A command names `python`: it is the one that runs this agent.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    here = {"HF_ENDPOINT": hub.hub_url, "DATASET_ENDPOINT": hub.hub_url, URL: url, "PATH": path}
+    here = {"HF_ENDPOINT": hub.hub_url, "DATASET_ENDPOINT": hub.hub_url, "PATH": path}
     env = job_environment(
         job,
         folder / job.id,
-        {**os.environ, **here, **started.variables},
+        {**os.environ, **here, JOB_URL: url, **started.variables},
         num_threads=settings.threads(),
         unsealed=started.unsealed,
     )

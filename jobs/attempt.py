@@ -101,9 +101,9 @@ def lay_out(job_dir: Path, job: Job) -> None:
         write_by_rename(job_dir / PAYLOAD, json.dumps(job.payload))
 
 
-def until_it_works(job_id: str, call: Callable[[], Result]) -> Result:
+def until_it_works(what: str, call: Callable[[], Result]) -> Result:
     """Call until the store or the hub answers. Raises the last error if it is gone for good, and
-    any other error at once."""
+    any other error at once. `what` is named in the log."""
     give_up = time.monotonic() + GIVE_UP_SECONDS
     while True:
         try:
@@ -112,7 +112,7 @@ def until_it_works(job_id: str, call: Callable[[], Result]) -> Result:
             is_lasting = not isinstance(error, StoreError) and not is_temporary(error)
             if is_lasting or time.monotonic() > give_up:
                 raise
-            logger.error("Job %s: %s; trying again", job_id, error)
+            logger.error("%s: %s; trying again", what, error)
         time.sleep(_SECONDS_AFTER_ERROR)
 
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from jobs.agent import TICKET, URL
 from jobs.attempt import GIVE_UP_SECONDS
 from jobs.errors import LaunchError, LeaseLost
 from jobs.job import Job, outcome_of, start_ticket
 from jobs.launcher import EngineStatus, Launcher
 from jobs.outcome import JobOutcome
 from jobs.settings import JobsSettings
+from jobs.spec import JOB_TICKET, JOB_URL
 from jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class Engines:
             )
         hub_url = launcher.settings.hub_url or self._hub_url
         environment = {
-            URL: f"{hub_url.rstrip('/')}/api/jobs/{job.id}/attempts/{job.attempt}",
-            TICKET: start_ticket(job, self._secret_key),
+            JOB_URL: f"{hub_url.rstrip('/')}/api/jobs/{job.id}/attempts/{job.attempt}",
+            JOB_TICKET: start_ticket(job, self._secret_key),
         }
         submission = self._calls.submit(
             launcher.submit, _name_of_attempt(job), environment, job.spec.resources

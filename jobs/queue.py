@@ -321,7 +321,8 @@ def _take(
     )
     late = set(delivery_ids(found)).difference(delivery_ids(job))
     if late:
-        # The head may be older than these deliveries, so they get a new pending job.
+        # The head may be older than these deliveries, so they get a new pending job. `submit` makes
+        # one, because the job of before is not pending any more.
         request = JobRequest(spec=found.spec, payload=found.payload)
         later = number_of(_Batch(connection, now).submit(request).id)
         are_late = DELIVERIES.c.job_number == number_of(job.id), DELIVERIES.c.id.in_(late)

@@ -282,7 +282,7 @@ class Runner:
             logger.warning("Job %s: its agent is gone.", job.id, extra=log_fields(job))
             job_dir = self._jobs_dir / job.id
             if is_of_another_job(job_dir, job.identity):
-                job_dir = job_dir / "none"
+                job_dir = job_dir / "none"  # so that nobody takes the outcome of the other job
             reason: StopReason | None = "shutdown" if is_stopping else None
             limit = time_limit(job, self._settings)
             self._record(job, outcome_of_exit(job, job_dir, Exit(), reason, limit))

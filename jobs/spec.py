@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 LOCAL = "local"
 """The launcher of jobs that run on the runner's own machine."""
 DEFAULT_BRANCH = "refs/heads/main"
+JOB_URL, JOB_TICKET = "JOB_URL", "JOB_TICKET"
+"""The variables that an agent elsewhere gets: the URL of its attempt on a hub, and the ticket for
+the start of it."""
 
 
 class _Record(BaseModel):

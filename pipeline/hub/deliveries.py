@@ -155,7 +155,7 @@ async def _answer(due: Due, target: httpx.URL, secret: str | None) -> dict[str, 
             async with aclosing(response):
                 return {
                     "response_status": response.status_code,
-                    "response_head": await _head(response),
+                    "response_head": await _beginning(response),
                 }
     return {"error": error or "ConnectError", "refused": is_refused}
 
@@ -200,15 +200,15 @@ def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
     return found
 
 
-async def _head(response: httpx.Response) -> str:
-    """The first `HEAD_CHARACTERS` characters of the answer. The rest is not read."""
+async def _beginning(response: httpx.Response) -> str:
+    """The first `ANSWER_CHARACTERS` characters of the answer. The rest is not read."""
     body = b""
     async for chunk in response.aiter_bytes():
         body += chunk
-        if len(body) >= webhooks.HEAD_CHARACTERS:
+        if len(body) >= webhooks.ANSWER_CHARACTERS:
             break
     # Postgres stores no NUL.
-    return body.decode(errors="replace").replace("\0", "\ufffd")[: webhooks.HEAD_CHARACTERS]
+    return body.decode(errors="replace").replace("\0", "\ufffd")[: webhooks.ANSWER_CHARACTERS]
 
 
 def start_copy(store: JobStore, due: Due, webhook: StoredWebhook) -> dict[str, Any]:
@@ -340,7 +340,7 @@ class Deliverer:
     async def _send_head(self, webhook_id: str) -> None:
         try:
             found = await self._until_it_works(
-                "webhook", lambda: self._read(webhooks.head, webhook_id)
+                "webhook", lambda: self._read(webhooks.oldest_pending, webhook_id)
             )
             if found is not None:
                 attempt = await self._attempt(*found)

@@ -35,7 +35,7 @@ from pipeline.hub.repositories import (
     ref_changes,
     remember,
 )
-from pipeline.hub.webhooks import StoredWebhook, list_webhooks, put
+from pipeline.hub.webhooks import StoredWebhook, add_delivery, list_webhooks
 from receiver.payload import EventAction
 from receiver.webhooks import Domain
 
@@ -132,7 +132,7 @@ class EventLog:
         ids = []
         for webhook in webhooks:
             payload = compose(event, repository, webhook.id, self.hub_url, head_sha)
-            ids.append(put(connection, webhook.id, seq, payload))
+            ids.append(add_delivery(connection, webhook.id, seq, payload))
         return ids
 
 
@@ -164,11 +164,12 @@ def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]
     changes = list(ref_changes(known, refs))
     if not changes:
         return []
-    told: list[StoredWebhook] | None = [] if _made_by_jobs(repository, changes, known) else None
+    # None: all that want it.
+    webhooks: list[StoredWebhook] | None = [] if _made_by_jobs(repository, changes, known) else None
     with log.database.write() as connection:
         remember(connection, repository, changes)
         event = Event(action="update", scope="repo.content", changes=changes)
-        log.record(connection, repository, event, webhooks=told)
+        log.record(connection, repository, event, webhooks=webhooks)
     return changes
 
 

@@ -56,7 +56,7 @@ _MEMORY = (
     ("pack.windowMemory", "64m"),
 )
 
-_SAFETY = (
+_ALWAYS = (
     # Git collects no garbage by itself. Commits that no ref leads to are removed only by
     # `garbage.py`.
     ("gc.auto", "0"),
@@ -86,7 +86,7 @@ def git_environment(
 ) -> dict[str, str]:
     """The environment of one git process: `extra` are further variables, and `settings` are keys
     and values of git's configuration for this process only."""
-    configured = [*_MEMORY, *_SAFETY, *settings]
+    configured = [*_MEMORY, *_ALWAYS, *settings]
     configuration = {"GIT_CONFIG_COUNT": str(len(configured))}
     for number, (key, value) in enumerate(configured):
         configuration |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
@@ -229,7 +229,7 @@ def _processes(root: Path) -> Iterator[int]:
 _CHUNK_BYTES = 64 * 1024
 _END_OF_HEAD = b"\r\n\r\n"
 
-_SETTINGS = (
+_OVER_HTTP = (
     # `git push origin :main` may delete the default branch. By default, git refuses this and names
     # a setting of the server, which the user cannot change.
     ("receive.denyDeleteCurrent", "ignore"),
@@ -268,7 +268,7 @@ def cgi_environment(
         "GIT_PROTOCOL": request.headers.get("git-protocol", ""),
     }
     return git_environment(
-        cgi, [*_SETTINGS, *(("receive.hideRefs", f"!{ref}") for ref in open_refs)]
+        cgi, [*_OVER_HTTP, *(("receive.hideRefs", f"!{ref}") for ref in open_refs)]
     )
 
 

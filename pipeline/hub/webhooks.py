@@ -140,7 +140,7 @@ def _from_row(row: Row[tuple[object, ...]]) -> StoredWebhook:
     return StoredWebhook(**row._asdict() | {"watched": watched, "domains": tuple(row.domains)})
 
 
-HEAD_CHARACTERS = 1000
+ANSWER_CHARACTERS = 1000
 """How many characters of a receiver's answer are stored."""
 
 # This has no bound value, because SQLite uses the index `deliveries_pending` only for exactly this
@@ -198,7 +198,7 @@ def queues(connection: Connection) -> dict[str, float]:
     return {row.id: row.retry_at or 0.0 for row in rows}
 
 
-def head(connection: Connection, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
+def oldest_pending(connection: Connection, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
     """The head of the webhook's queue. None if the queue is empty, or if the webhook is disabled or
     does not exist."""
     names = ("id", "payload", "attempt", "queued_at", "replay_of")
@@ -275,7 +275,7 @@ def settle(
     return stored, None if after.status == before.status else after.status
 
 
-def put(
+def add_delivery(
     connection: Connection,
     webhook_id: str,
     event_seq: int,
@@ -313,7 +313,9 @@ def replay(connection: Connection, delivery_id: str, *, force: bool = False) -> 
     webhook = get_enabled_webhook(connection, old.webhook_id)
     change_webhook(connection, webhook, retry_at=None)
     if force:
-        delivery_id = put(connection, webhook.id, old.event_seq, old.payload, replay_of=delivery_id)
+        delivery_id = add_delivery(
+            connection, webhook.id, old.event_seq, old.payload, replay_of=delivery_id
+        )
     else:
         again = {"status": "pending", "attempt": 0, "queued_at": time.time()}
         connection.execute(update(deliveries).where(deliveries.c.id == delivery_id).values(again))

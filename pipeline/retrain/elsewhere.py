@@ -11,6 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from jobs.spec import JOB_URL
 from pipeline.retrain.errors import HubAway
 from pipeline.retrain.settings import RetrainSettings
 from serving.errors import ReleaseError
@@ -21,8 +22,6 @@ logger = logging.getLogger("pipeline.retrain")
 
 UPLOAD_SECONDS, RETRY_SECONDS = 600.0, 5.0
 
-URL = "JOB_URL"
-"""The attempt's URL on the hub. Set only elsewhere."""
 RELEASES = "PIPELINE_RELEASES"
 """The model repository of the pipeline's releases: `owner/name`."""
 CHOSEN = "PIPELINE_CHOSEN_RELEASE"
@@ -41,9 +40,9 @@ class ReleasesOnHub:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "ReleasesOnHub | None":
         """None on the machine of the stack."""
-        if URL not in environ or RELEASES not in environ:
+        if JOB_URL not in environ or RELEASES not in environ:
             return None
-        attempt = environ[URL].rpartition("/")[2]
+        attempt = environ[JOB_URL].rpartition("/")[2]
         return cls(
             endpoint=environ["HF_ENDPOINT"],
             token=environ["HF_TOKEN"],

@@ -183,8 +183,8 @@ def _retraining(pipeline: PipelineSettings) -> tuple[str, ...]:
     python = sys.executable if pipeline.launcher == LOCAL else "python"
     nodes = pipeline.resources.nodes or 1
     processes = pipeline.train.num_processes or pipeline.resources.gpus or 1
-    places = () if nodes == processes == 1 else (str(nodes), str(processes))
-    return (python, "-m", RETRAINING, *places)
+    counts = () if nodes == processes == 1 else (str(nodes), str(processes))
+    return (python, "-m", RETRAINING, *counts)
 
 
 def submit_retraining(

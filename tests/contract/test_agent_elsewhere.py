@@ -13,12 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from jobs.agent import TICKET
 from jobs.folder import LOG
 from jobs.job import Job, attempt_token, seal, start_ticket
 from jobs.launcher import Launcher, LauncherSettings
 from jobs.runner import Runner
-from jobs.spec import JobSpec
+from jobs.spec import JOB_TICKET, JobSpec
 from jobs.store import JobStore
 from pipeline.hub.service import Elsewhere
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
@@ -120,7 +119,7 @@ def test_a_job_runs_elsewhere_and_all_that_it_leaves_comes_back(running: Site) -
     assert running.ended(job).state == "COMPLETED"
     shown = json.loads(running.log(job).read_text())
     assert shown["SECRET"] == "s3cret" and shown["HF_ENDPOINT"] == running.hub.url
-    assert TICKET not in shown
+    assert JOB_TICKET not in shown
     until(lambda: not Path(shown["JOB_DIR"]).exists())
 
 

@@ -55,7 +55,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
         pending_outcomes = list(outcomes)
         while True:
             with database.read() as connection:
-                head = webhooks.head(connection, webhook.id)
+                head = webhooks.oldest_pending(connection, webhook.id)
             if head is None:
                 break
             due = head[0]

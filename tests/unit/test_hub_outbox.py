@@ -61,7 +61,7 @@ class Kept:
         """The webhook after the head of its queue was sent, and that ended so."""
         told = HubSettings.model_validate(settings)
         with self.database.write() as connection:
-            head = webhooks.head(connection, self._id)
+            head = webhooks.oldest_pending(connection, self._id)
             assert head is not None
             webhooks.settle(connection, *head, attempt, told)
             return get_webhook(connection, self._id)
@@ -69,7 +69,7 @@ class Kept:
     def head(self) -> str:
         """The id of the head of the queue."""
         with self.database.read() as connection:
-            head = webhooks.head(connection, self._id)
+            head = webhooks.oldest_pending(connection, self._id)
         assert head is not None
         return head[0].id
 
@@ -115,7 +115,7 @@ def failed(seconds: float) -> Attempt:
 def test_a_replay_during_the_last_attempt_makes_it_pending(kept: Kept, attempt: Attempt) -> None:
     kept.change(queued_at=time.time() - DAY)
     with kept.database.write() as connection:
-        found = webhooks.head(connection, kept.webhook().id)
+        found = webhooks.oldest_pending(connection, kept.webhook().id)
         assert found is not None
         replay(connection, found[0].id)
         webhooks.settle(connection, *found, attempt, HubSettings(delivery_schedule_seconds=(0,)))
