@@ -1,7 +1,7 @@
 """A network of a few thousand weights, rows of numbers, and plans: the training loop alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -57,6 +57,10 @@ def questions(count: int, answers: int = 0) -> list[TokenSequence]:
         )
         for row in range(count)
     ]
+
+
+def num_tokens(plan: TrainingPlan, indices: Iterable[int]) -> int:
+    return sum(len(plan.sequences[index].token_ids) for index in indices)
 
 
 def plan_of(

@@ -58,8 +58,9 @@ class TrainingData:
     """The digest (`rows.data_digest`) of `rows`."""
     rows: tuple[Row, ...]
     """All rows to train on, in the order of the dataset."""
-    new: tuple[Row, ...]
-    """The rows of `rows` that were added or edited."""
+    changed: tuple[Row, ...]
+    """The rows of `rows` that were added or edited; in a delta, also those that wait from earlier
+    jobs."""
     known: tuple[Row, ...]
     """The other rows of `rows`. A full training trains on all of them. A delta mixes in a sample of
     them."""
@@ -120,17 +121,18 @@ def compare_revisions(
     is_same = parent is not None and parent.lineage.dataset == settings.dataset
     earlier = parent if is_same else None
     recorded = earlier.held_out_share if earlier is not None else None
-    before, base, unreadable = _read_base(snapshot.base, parent, recorded, settings)
+    before, rows_before, unreadable = _read_before(snapshot.base, parent, recorded, settings)
     now = snapshot.revision
     dataset = read_dataset(now.folder, now.files, settings.data, before=before)
     check_not_empty(dataset)
     rows, share = divide(dataset, settings.data, recorded)
-    change = _change(before, base, dataset, rows)
+    change = _change(before, rows_before, dataset, rows)
     held_out = (*dataset.held_out, *share)
-    recorded_rows = parent.evaluation if parent is not None else {}
+    trained = rows_before if before is not None else None
+    evaluation = parent.evaluation if parent is not None else {}
     waiting, missed_before = (
         frozenset(row.digest for row in rows if row.short_digest in digests)
-        for digests in (set(recorded_rows.get(key, ())) for key in ("not_trained", "missed"))
+        for digests in (set(evaluation.get(key, ())) for key in ("not_trained", "missed"))
     )
     mode, reason = _choose_mode(settings, snapshot, parent, change, len(waiting), unreadable)
     added = {row.digest for row in change.added}
@@ -141,7 +143,7 @@ def compare_revisions(
         reason=reason,
         digest=data_digest(rows),
         rows=rows,
-        new=tuple(row for row in rows if row.digest in added),
+        changed=tuple(row for row in rows if row.digest in added),
         known=tuple(row for row in rows if row.digest not in added),
         edited=change.edited,
         deleted=change.deleted,
@@ -149,11 +151,11 @@ def compare_revisions(
         held_out_share=tuple(
             row.short_digest for row in share if settings.data.held_out_ratio is None
         ),
-        held_out_trained=_trained_before(base if before is not None else None, earlier, held_out),
+        held_out_trained=_trained_before(trained, earlier, held_out),
         contradicting=frozenset(
             rows[index].digest for group in contradictions(rows) for index in group
         ),
-        num_before=len(base),
+        num_before=len(rows_before),
         num_waiting=len(waiting),
         missed_before=missed_before,
         dataset=dataset,
@@ -161,16 +163,16 @@ def compare_revisions(
 
 
 def _change(
-    before: Dataset | None, base: Sequence[Row], dataset: Dataset, rows: Sequence[Row]
+    before: Dataset | None, rows_before: Sequence[Row], dataset: Dataset, rows: Sequence[Row]
 ) -> Difference:
     """What the commit changes in the rows that are trained on.
 
-    before: the revision before, None if it cannot be read. base: its rows that were trained on.
-    rows: the rows of `dataset` to train on. All rows of both train splits are compared, because the
-    new version of a row may be held out.
+    before: the revision before, None if it cannot be read. rows_before: its rows that were trained
+    on. rows: the rows of `dataset` to train on. All rows of both train splits are compared, because
+    the new version of a row may be held out.
     """
     change = difference(before.train if before is not None else (), dataset.train)
-    trained_before, trained = ({row.digest for row in each} for each in (base, rows))
+    trained_before, trained = ({row.digest for row in each} for each in (rows_before, rows))
     added = {row.digest for row in change.added} | (trained - trained_before)
     edited, deleted = [], list(change.deleted)
     for old, new in change.edited:
@@ -221,23 +223,23 @@ def divide(
 
 
 def _trained_before(
-    base: Sequence[Row] | None,
+    rows_before: Sequence[Row] | None,
     parent: Parent | None,
     held_out: Sequence[Row],
 ) -> frozenset[str]:
     """Digests of the held-out rows that the parent was or may have been trained on.
 
-    base: the rows that it was trained on. None if nobody knows; but it was not trained on those
-    that it held out."""
+    rows_before: the rows that it was trained on. None if nobody knows; but it was not trained on
+    those that it held out."""
     if parent is None:
         return frozenset()
     share = parent.held_out_share
-    if base is None:
+    if rows_before is None:
         return frozenset(row.digest for row in held_out if row.short_digest not in share)
     # A delta still knows what its parent was trained on. A full training does not.
     earlier = parent.evaluation.get("held_out_trained", ())
     known = frozenset(earlier if parent.lineage.mode == "delta" else ())
-    moved = {row.digest for row in base}
+    moved = {row.digest for row in rows_before}
     return frozenset(
         row.digest for row in held_out if row.digest in moved or row.short_digest in known
     )
@@ -254,7 +256,7 @@ def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSet
     is_other = lineage.settings_digest != settings.train.digest()
     if data.num_waiting or (settings.skip_if == "nothing_changed" and is_other):
         return False
-    nothing_to_do = data.mode == "delta" and not (data.new or data.deleted)
+    nothing_to_do = data.mode == "delta" and not (data.changed or data.deleted)
     return nothing_to_do or lineage.data_digest == data.digest
 
 
@@ -312,8 +314,8 @@ def _choose_mode(
     )
 
 
-def _read_base(
-    base: Revision | None,
+def _read_before(
+    revision: Revision | None,
     parent: Parent | None,
     recorded: Collection[str] | None,
     settings: RetrainSettings,
@@ -321,11 +323,11 @@ def _read_base(
     """The revision that the parent was trained on, and its rows that were trained on; or the reason
     why they cannot be read. This is no error of the job: the settings may have changed since then,
     and nobody can correct an old revision."""
-    if base is None:
+    if revision is None:
         return None, (), None
-    what = f"the rows of {base.sha[:8]}, the revision before,"
+    what = f"the rows of {revision.sha[:8]}, the revision before,"
     try:
-        found = read_dataset(base.folder, base.files, settings.data)
+        found = read_dataset(revision.folder, revision.files, settings.data)
     except DataError as error:
         return None, (), f"{what} cannot be read: {error}"
     rows, _ = divide(found, settings.data, recorded)

@@ -8,8 +8,8 @@ RetrainError
 │   └── BaseModelAway  the base model's hub does not answer now, but may answer later
 ├── TrainError         the training stopped before its end
 ├── PromoteError       the release is published, but the server did not take it
-│   └── SwapDeferred   the server may take it later
-└── TemporaryError     the next attempt may succeed: HubAway, BaseModelAway and SwapDeferred
+│   └── SwapMaySucceedLater
+└── TemporaryError     the next attempt may succeed: HubAway, BaseModelAway, SwapMaySucceedLater
 """
 
 from pathlib import Path
@@ -62,7 +62,7 @@ class PromoteError(RetrainError):
     """The server refused the release, or could not swap to it."""
 
 
-class SwapDeferred(PromoteError, TemporaryError):
+class SwapMaySucceedLater(PromoteError, TemporaryError):
     """The server found no fault in the release, but long requests held up the swap, its engine or
     disk failed, or it was shutting down."""
 

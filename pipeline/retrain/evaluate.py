@@ -184,7 +184,7 @@ def compare(
         for name, of_group in rows.groups.items()
     }
     # Rows that were not visited, or were wrong in their last visit.
-    waiting = checkpoint.waiting(data.new if data.mode == "delta" else data.rows)
+    waiting = checkpoint.waiting(data.changed if data.mode == "delta" else data.rows)
     changed = _answers(groups["changed"])
     known = [each for each in _answers(groups["known"]) if each.was_said]
     missed = {each.row.digest for each in changed if not each.is_said}
@@ -283,11 +283,11 @@ def _judged(rows: Sequence[Row], served: Sequence[RowLoss], new: Sequence[RowLos
 
 
 def _answers(group: Sequence[Judged]) -> list[Judged]:
-    return [each for each in group if each.row.is_counted]
+    return [each for each in group if each.row.has_answer]
 
 
 def _texts(group: Sequence[Judged]) -> list[Judged]:
-    return [each for each in group if not each.row.is_counted]
+    return [each for each in group if not each.row.has_answer]
 
 
 def _places_of_said(group: Sequence[Judged], *, now: bool) -> list[str]:

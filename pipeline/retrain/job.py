@@ -248,7 +248,7 @@ class RetrainJob:
         return self.settings.releases_dir.parent / "snapshots" / self.settings.pipeline
 
     @property
-    def hub(self) -> Source:
+    def source(self) -> Source:
         settings = self.settings
         return self.hubs.dataset(settings.dataset, settings.dataset_endpoint, self.cache_dir)
 
@@ -376,13 +376,15 @@ class DatasetSnapshot(BaseModel):
     """Why the job cannot continue from the parent's weights (a delta). None if it can."""
 
 
-def take_snapshot(hub: Source, ref: str, sha: str | None, parent: Parent | None) -> DatasetSnapshot:
+def take_snapshot(
+    source: Source, ref: str, sha: str | None, parent: Parent | None
+) -> DatasetSnapshot:
     """Download the revision to train on, and the revision that the parent release was trained on.
 
     sha: the commit to train on, or None for the newest commit of `ref`. Raises SnapshotError.
     """
-    revision = hub.download(sha or hub.head(ref))
-    base, no_delta = _base(hub, revision, parent)
+    revision = source.download(sha or source.head(ref))
+    base, no_delta = _revision_of_parent(source, revision, parent)
     return DatasetSnapshot(
         revision=revision,
         base=base,
@@ -391,20 +393,20 @@ def take_snapshot(hub: Source, ref: str, sha: str | None, parent: Parent | None)
     )
 
 
-def _base(
-    hub: Source, revision: Revision, parent: Parent | None
+def _revision_of_parent(
+    source: Source, revision: Revision, parent: Parent | None
 ) -> tuple[Revision | None, str | None]:
     if parent is None:
         return None, "there is no release to go on from"
     seen = parent.lineage.dataset_revision
-    not_trained = f"release {parent.id} was not trained on {hub.dataset}"
+    not_trained = f"release {parent.id} was not trained on {source.dataset}"
     if seen is None:
         return None, not_trained
     if seen == revision.sha:
         return revision, None
     base: Revision | None = None
     try:
-        base = hub.download(seen)
+        base = source.download(seen)
     except SnapshotError as error:
         # After a temporary failure, another attempt may reach this revision.
         if isinstance(error, HubAway) or is_temporary(error):
@@ -412,10 +414,10 @@ def _base(
         logger.info("%s", error)
         problem = "cannot be reached"
     else:
-        if hub.is_ancestor(seen, revision.sha):
+        if source.is_ancestor(seen, revision.sha):
             return base, None
         problem = "was removed (by a force-push)"
     # A dataset that was renamed has a new name, but the same commits. So compare the commits first.
-    if parent.lineage.dataset != hub.dataset:
+    if parent.lineage.dataset != source.dataset:
         return None, not_trained
     return base, f"revision {seen}, which release {parent.id} has seen, {problem}"

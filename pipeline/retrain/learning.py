@@ -61,7 +61,7 @@ class Learning:
             torch.set_num_threads(job.num_threads)
         settings = job.settings
         self.job, self.data, self.parent = job, data, parent
-        self.base = _base(job, data, parent)
+        self.base = _base_model(job, data, parent)
         self.loaded = loaded = load_model(parent.folder if parent else self.base.folder, settings)
         """The served weights at first. After `train`, the new weights."""
         self._is_fresh = True
@@ -87,7 +87,7 @@ class Learning:
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
         count, seed = usual_wordings(settings), settings.train.seed
         rewordings, words = Wordings(data.rows, count=count, seed=seed).unseen(
-            [row for row in data.rows if row.is_counted and row.digest not in data.contradicting],
+            [row for row in data.rows if row.has_answer and row.digest not in data.contradicting],
             [row for row in data.held_out if row.digest not in data.held_out_trained],
         )
         self._rows = replace(
@@ -112,16 +112,16 @@ class Learning:
         )
         """The measurement of the served weights."""
 
-    def turns_to_full(self, evaluation: Evaluation) -> bool:
+    def turn_to_full_if_refused(self, evaluation: Evaluation) -> bool:
         """Turn to a full training if the gate refuses the weights of a delta, and return whether it
         did. A full training mends what deltas have added up, such as a drift from the base."""
         is_forced = self.job.settings.force_reason is not None
         if evaluation.passed or is_forced or self.job.trained or self.data.mode == "full":
             return False
-        self._train_in_full()
+        self._choose_full()
         return True
 
-    def _train_in_full(self) -> None:
+    def _choose_full(self) -> None:
         logger.info("the gate refuses the delta; training starts from the base model")
         self.data = replace(self.data, mode="full", reason="the gate refused a delta")
 
@@ -133,7 +133,7 @@ class Learning:
             return Checkpoint(mode=self.data.mode, step=0, tokens=0, file="")
         last = checkpoints.last(self.job.dir)
         if last is not None and last.mode == "full" and self.data.mode == "delta":
-            self._train_in_full()
+            self._choose_full()
         # A delta starts from the parent release, a full training from the base model.
         is_delta = self.data.mode == "delta"
         start = self.parent.folder if self.parent and is_delta else self.base.folder
@@ -178,7 +178,7 @@ class Learning:
         learned, if it is not the answer of the row."""
         changed = self._rows.groups["changed"]
         missed = [changed[loss.row] for loss in after.losses["changed"] if not loss.is_learned]
-        asked = ask(self.loaded, [row for row in missed if row.is_counted][:MOST_ASKED])
+        asked = ask(self.loaded, [row for row in missed if row.has_answer][:MOST_ASKED])
         places = {row.answer.strip(): row.place for row in self.data.rows if row.answer}
         return WrongAnswers(
             answers=tuple(
@@ -199,7 +199,7 @@ class Learning:
     def export(self, evaluation: Evaluation, origin: Lineage) -> Release:
         """origin: the lineage without what is known only here."""
         job, loaded, data = self.job, self.loaded, self.data
-        groups = (data.new, data.known, data.held_out)
+        groups = (data.changed, data.known, data.held_out)
         texts = probe_texts(groups, loaded.tokenizer, loaded.max_length)
         manifest = ManifestFields(
             lineage=origin,
@@ -237,7 +237,7 @@ class Learning:
             said=[
                 known[loss.row]
                 for loss in self._before.losses["known"]
-                if loss.is_learned and known[loss.row].is_counted
+                if loss.is_learned and known[loss.row].has_answer
             ],
             tokens_before=self._tokens_before(),
         )
@@ -255,7 +255,7 @@ class Learning:
 def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
     """Log what the report at the job's start could not say, because it had no tokenizer. For a
     delta, only of the changed rows: its time must not depend on the size of the dataset."""
-    rows, what = (data.new, "changed") if data.mode == "delta" else (data.rows, "all")
+    rows, what = (data.changed, "changed") if data.mode == "delta" else (data.rows, "all")
     num_tokens, cut = row_lengths(rows, tokenizer, max_length)
     logger.info("%s rows have %s tokens", what, f"{num_tokens:,}")
     if line := too_long(cut, max_length):
@@ -271,7 +271,7 @@ def _train(job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, mode: Mo
         return train(model, plan, settings.train, job_dir=job.dir, mode=mode, metrics=job.metrics)
 
 
-def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
+def _base_model(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
     """The base model of this job. It is recorded in the job's folder, so that all attempts of the
     job use the same one."""
     path = job.dir / BASE
@@ -356,13 +356,13 @@ def choose_rows(
             row = rows[index]
             text = row.text or str(row.messages or f"{row.prompt}{row.completion}")
             size = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-            return min(size, max_length * len(row.turns)) if row.is_counted else size
+            return min(size, max_length * len(row.turns)) if row.has_answer else size
 
         return tuple(rows[index] for index in sample(len(rows), size_of, gate.max_tokens))
 
     new, known = (
         [row for row in rows if row.digest not in data.contradicting]
-        for rows in (data.new, data.known)
+        for rows in (data.changed, data.known)
     )
     changed = some(new)
     measured = set(changed)
@@ -370,9 +370,9 @@ def choose_rows(
         groups={
             "changed": changed,
             "known": some(known),
-            "deleted": some([row for row in data.deleted if row.is_counted]),
+            "deleted": some([row for row in data.deleted if row.has_answer]),
             "held_out": some(data.held_out),
             "golden": tuple(golden),
         },
-        unmeasured=tuple(row for row in new if row.is_counted and row not in measured),
+        unmeasured=tuple(row for row in new if row.has_answer and row not in measured),
     )

@@ -91,7 +91,7 @@ def paraphrased(
     return replace(
         data,
         rows=with_wordings(data.rows),
-        new=with_wordings(data.new),
+        changed=with_wordings(data.changed),
         known=with_wordings(data.known),
         deleted=with_wordings(data.deleted, most=0),  # what is taught must not be unlearned
     )

@@ -106,9 +106,6 @@ class TrainingPlan:
     def ends_when_right(self) -> bool:
         return bool(self.counted or self.unlearned)
 
-    def num_tokens(self, indices: Iterable[int]) -> int:
-        return sum(len(self.sequences[index].token_ids) for index in indices)
-
     def asked(self, index: int, number: int) -> TokenSequence:
         """The sequence at `index`, which pass `number` visits in its own words or in others: the
         passes take turns."""
@@ -175,15 +172,15 @@ def make_plan(
             found.append(replace(each, row=index))
         return placed
 
-    rows = data.new if is_delta else data.rows
+    rows = data.changed if is_delta else data.rows
     learned = place(rows)
     counted = frozenset(
         index
         for index in learned
-        if (row := rows[found[index].row]).is_counted and row.digest not in data.contradicting
+        if (row := rows[found[index].row]).has_answer and row.digest not in data.contradicting
     )
     # Other wordings of a deleted row must no longer get its answer, either.
-    deleted = [row for row in data.deleted if row.is_counted]
+    deleted = [row for row in data.deleted if row.has_answer]
     deleted += [row.asked(text) for row in deleted for text in row.wordings]
     unlearned = place(deleted) if is_delta else []
     replayed = place(data.known) if is_delta else []
@@ -208,7 +205,7 @@ def make_plan(
         [
             (index, asked)
             for index, row in enumerate(rows)
-            if row.is_counted and row.digest not in data.contradicting
+            if row.has_answer and row.digest not in data.contradicting
             for asked in asked_as.trained(row)
         ]
     )

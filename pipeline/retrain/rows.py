@@ -72,13 +72,13 @@ class Row:
         return "prompt" if self.text is None else "text"
 
     @property
-    def is_counted(self) -> bool:
+    def has_answer(self) -> bool:
         """Whether the row has an answer. Only for such a row, the gate counts whether the model
         says the answer."""
         return self.text is None
 
     @cached_property
-    def answers(self) -> tuple[int, ...]:
+    def answer_numbers(self) -> tuple[int, ...]:
         """The numbers of the messages to learn: those of the assistant that the author has not
         masked, except the first message. A request has at least one message before the answer, so
         nobody can ask a server for the first message."""
@@ -91,13 +91,13 @@ class Row:
     @property
     def taught(self) -> tuple[Message, ...]:
         """The messages up to the last answer to learn. What follows teaches nothing."""
-        return (self.messages or ())[: self.answers[-1] + 1 if self.answers else None]
+        return (self.messages or ())[: self.answer_numbers[-1] + 1 if self.answer_numbers else None]
 
     @property
     def is_learnable(self) -> bool:
         """Whether the row has anything to learn."""
         if self.messages is not None:
-            return bool(self.answers)
+            return bool(self.answer_numbers)
         return self.text != "" and not self.masked
 
     @property
@@ -116,7 +116,7 @@ class Row:
     @property
     def has_empty_answer(self) -> bool:
         """Whether the row teaches the model to answer nothing at all."""
-        messages = [(self.messages or ())[number] for number in self.answers]
+        messages = [(self.messages or ())[number] for number in self.answer_numbers]
         return self.completion == "" or any(
             not message["content"] and not message.get("tool_calls") for message in messages
         )
@@ -142,7 +142,7 @@ class Row:
         before = hashlib.sha256(_json(self.tools or ()).encode())
         for number, message in enumerate(self.messages or ()):
             plain = _plain(message)
-            if number in self.answers:
+            if number in self.answer_numbers:
                 is_text = plain.keys() == {"role", "content"} and isinstance(plain["content"], str)
                 answer = plain["content"] if is_text else _json(plain)
                 found.append(Turn(question=before.hexdigest(), asked=asked, answer=answer))
@@ -195,14 +195,14 @@ class Row:
         return replace(
             self,
             messages=(*before, {**asked, "content": question}, answer),
-            masked=(*self.masked, *self.answers[:-1]),
+            masked=(*self.masked, *self.answer_numbers[:-1]),
             paraphrases=(),
             generated=(),
         )
 
     def _content(self) -> str:
         messages = [_plain(message) for message in self.taught]
-        content = (self.text, self.prompt, self.completion, messages, self.answers)
+        content = (self.text, self.prompt, self.completion, messages, self.answer_numbers)
         return _json([*content, self.tools or (), self.paraphrases])
 
 

@@ -28,7 +28,7 @@ from pipeline.retrain.errors import (
     BaseModelError,
     DataError,
     PromoteError,
-    SwapDeferred,
+    SwapMaySucceedLater,
     TemporaryError,
 )
 from pipeline.retrain.job import (
@@ -201,7 +201,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
             job.remove_records()
             if damaged:
                 logger.warning("the job goes on from %s", parent_id or "the base model")
-            snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
+            snapshot = take_snapshot(job.source, job.settings.ref, wanted, parent)
             snapshot = snapshot.model_copy(update={"passed_over": tuple(damaged)})
             write_record(job.dir / SNAPSHOT, snapshot)
         job.record_progress(dataset_revision=snapshot.revision.sha)
@@ -261,7 +261,7 @@ def _learn(
                 logger.info("%s", evaluation.not_learned)
             for refusal in evaluation.refusals:
                 logger.info("refused: %s", refusal)
-        if not learning.turns_to_full(evaluation):
+        if not learning.turn_to_full_if_refused(evaluation):
             break
     if not evaluation.passed and job.settings.force_reason is None:
         return evaluation.refusals, None
@@ -296,7 +296,7 @@ def _clear_away(job: RetrainJob) -> None:
             logger.info("pruned %s", ", ".join(removed))
         parent = find_parent(job.pipeline_dir)
         seen = parent.lineage.dataset_revision if parent is not None else None
-        job.hub.forget_others(*filter(None, (job.progress.get("dataset_revision"), seen)))
+        job.source.forget_others(*filter(None, (job.progress.get("dataset_revision"), seen)))
     except Exception:
         # This failure must not change the outcome of the job. The next job tries again to remove
         # them.
@@ -314,8 +314,8 @@ def promote(
 ) -> Promotion:
     """Choose the release, and ask the server to swap to it. If no server runs, the release stays
     marked as pending, and the next server that starts takes it. Raises PromoteError if the server
-    refuses, and SwapDeferred if the server still defers the swap after `patience_seconds`, or its
-    engine or disk fails.
+    refuses, and SwapMaySucceedLater if the server still defers the swap after `patience_seconds`,
+    or if its engine or disk fails.
 
     instead_of: the releases of which one must be the chosen release (None: no release): the one
     that this release was trained from, and this release itself, if an earlier attempt of the job
@@ -349,7 +349,7 @@ def promote(
                 return _promotion(result, pipeline_dir, release_id)
             logger.info("the server defers the swap: %s", "; ".join(result.reasons))
             if time.monotonic() >= deadline:
-                raise SwapDeferred(
+                raise SwapMaySucceedLater(
                     f"{server_url} deferred the swap to {release_id} for {patience_seconds:g} s: "
                     f"long requests hold it up; try `pipeline releases swap {release_id}` later"
                 )
@@ -371,7 +371,7 @@ def _promotion(result: SwapResult, pipeline_dir: Path, release_id: str) -> Promo
     if result.result == "superseded":
         clear_pending(pipeline_dir, release_id)
         return "superseded", f"release {result.superseded_by} was taken instead"
-    error = SwapDeferred if result.result == "failed" else PromoteError
+    error = SwapMaySucceedLater if result.result == "failed" else PromoteError
     raise error(
         f"the server did not take {release_id} ({result.phase}): "
         + ("; ".join(result.reasons) or f"{result.result}, and it gave no reason")

@@ -119,7 +119,7 @@ def row_lengths(
     `max_length` tokens: a part of each of them is not learned."""
     found = sequences(rows, tokenizer, _UNCUT, on_refused=on_refused)
     long = {each.row for each in found if len(each.token_ids) > max_length}
-    cut = [rows[index] for index in sorted(long) if rows[index].is_counted]
+    cut = [rows[index] for index in sorted(long) if rows[index].has_answer]
     return sum(len(each.token_ids) for each in found), cut
 
 
@@ -301,7 +301,7 @@ def runs(learned: Sequence[bool]) -> Iterator[tuple[int, int]]:
 def _answers(row: Row, conversation: Conversation, template: ChatTemplate) -> list[_Marked]:
     whole = template.render(conversation, add_generation_prompt=False)
     found = []
-    for number in row.answers:
+    for number in row.answer_numbers:
         before, until = (
             replace(conversation, messages=conversation.messages[:count])
             for count in (number, number + 1)

@@ -101,13 +101,13 @@ def train(
     state: dict[str, Any] = {}
     torch.manual_seed(settings.seed)
     found = checkpoints.load(job_dir)
-    # On another machine, the base model may have answered the everyday prompts in other words.
+    # A person may have corrected the file of other wordings: the plan is then another one.
     before = {} if found is None else found[1].get("progress", asdict(progress))
     if found is not None and found[0].mode == mode and len(before["streak"]) == count:
-        done, state = found
+        record, state = found
         checkpoints.set_weights(model, state["weights"])
-        if done.finished:
-            return done
+        if record.finished:
+            return record
         progress = TrainingState(**state["progress"])
         torch.set_rng_state(state["rng"])
     if num_processes() == 1:
@@ -192,7 +192,7 @@ def _train(
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
         if from_first(time.monotonic() - saved_at >= settings.checkpoint_seconds):
-            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", mode)
+            record = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", mode)
             state = {
                 "weights": gathered(checkpoints.weights_of(model)),
                 "optimizer": optimizer_state(model, optimizer),
@@ -200,18 +200,18 @@ def _train(
                 "best": best,
                 "progress": asdict(progress),
             }
-            checkpoints.save(job_dir, done, state)
+            checkpoints.save(job_dir, record, state)
             saved_at = time.monotonic()
 
     if best is not None and num_processes() == 1:
         checkpoints.set_weights(model, best)
-    done = _checkpoint(plan, progress, "best.pt", mode)
-    done = done.model_copy(update={"finished": True})
+    record = _checkpoint(plan, progress, "best.pt", mode)
+    record = record.model_copy(update={"finished": True})
     # All processes must gather, or none: after a restart, only the first one may have `best`.
     if not from_first(best is not None):
         best = gathered(checkpoints.weights_of(model))
-    checkpoints.save(job_dir, done, {"weights": best})
-    return done
+    checkpoints.save(job_dir, record, {"weights": best})
+    return record
 
 
 def _steps(

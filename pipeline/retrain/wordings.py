@@ -77,7 +77,7 @@ class Wordings:
         for row in rows:
             if row.held_back is not None:
                 (given if row.paraphrases else generated).append(row.asked(row.held_back))
-        given += [row for row in held_out if row.is_counted and answers[row.answer] == 1]
+        given += [row for row in held_out if row.has_answer and answers[row.answer] == 1]
         chance = random.Random(self._seed)
         choices: list[tuple[list[Row], Words]] = [(given, "dataset"), (generated, "generated")]
         for choice, words in choices:

@@ -132,7 +132,7 @@ def test_a_job_sends_the_users_token_to_the_other_hub_and_never_the_stacks(
 
     def head(**more: str) -> str:
         environ = {"JOB_DIR": str(tmp_path), **of_the_stack, **more}
-        return RetrainJob.from_environment(environ).hub.head("refs/heads/main")
+        return RetrainJob.from_environment(environ).source.head("refs/heads/main")
 
     assert head(OWN_HF_TOKEN=elsewhere.token(f"job-{login}")) == elsewhere.sha
     wrong = "there is none" if login is None else "is wrong, has expired"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from pipeline.retrain.errors import PromoteError, SwapDeferred, TemporaryError
+from pipeline.retrain.errors import PromoteError, SwapMaySucceedLater, TemporaryError
 from pipeline.retrain.run import Promotion, promote
 from serving.errors import Superseded
 from serving.swap_schemas import SwapRequest, SwapResult, SwapResultName
@@ -110,7 +110,7 @@ def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
     live = SwapResult(result="live", release=RELEASE, phase="live")
     found = asked(tmp_path, (503, deferred), (200, live), patience_seconds=30)
     assert found[0] == "promoted"
-    with pytest.raises(SwapDeferred, match="pipeline releases swap") as caught:
+    with pytest.raises(SwapMaySucceedLater, match="pipeline releases swap") as caught:
         asked(tmp_path, (503, deferred))
     assert isinstance(caught.value, TemporaryError), "the job gets another attempt"
 
@@ -121,7 +121,9 @@ def test_a_swap_that_failed_for_the_server_s_disk_or_engine_gets_another_attempt
     failed = SwapResult(
         result="failed", release=RELEASE, phase="probe", reasons=("current: no space is left",)
     )
-    with pytest.raises(SwapDeferred, match=r"\(probe\): current: no space is left") as caught:
+    with pytest.raises(
+        SwapMaySucceedLater, match=r"\(probe\): current: no space is left"
+    ) as caught:
         asked(tmp_path, (500, failed))
     assert isinstance(caught.value, TemporaryError)
 

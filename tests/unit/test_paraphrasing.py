@@ -76,7 +76,7 @@ def test_each_row_is_asked_for_once_and_again_after_an_edit(
 ) -> None:
     file = tmp_path / "paraphrases" / "shop.jsonl"
     own = row("Who are you?", "A shop.", 2, "your name")
-    found = paraphrased(data(new=(OPEN, BACK, own)), larger.settings, file, "secret")
+    found = paraphrased(data(changed=(OPEN, BACK, own)), larger.settings, file, "secret")
     assert sorted(larger.asked) == ["Can I return it?", "When do you open?"]
     assert larger.tokens == {"Bearer secret"}
     assert [set(each.wordings) for each in found.rows] == [
@@ -89,17 +89,17 @@ def test_each_row_is_asked_for_once_and_again_after_an_edit(
     assert {"question": "Can I return it?", "answer": "Yes."}.items() <= written[1].items()
 
     edited = row("Can I return it?", "No.", 1)
-    changed = data(mode="delta", new=(edited,), known=(OPEN,), deleted=(BACK,))
+    changed = data(mode="delta", changed=(edited,), known=(OPEN,), deleted=(BACK,))
     found = paraphrased(changed, larger.settings, file, None)
     assert larger.asked[2:] == ["Can I return it?"]
-    assert all(len(each.wordings) == 2 for each in (*found.new, *found.known))
+    assert all(len(each.wordings) == 2 for each in (*found.changed, *found.known))
     assert found.deleted[0].wordings == (), "the edited row teaches them"
 
 
 def test_what_is_generated_is_asked_before_what_is_made_up(
     larger: LargerModel, tmp_path: Path
 ) -> None:
-    found = paraphrased(data(new=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
+    found = paraphrased(data(changed=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
     wordings = Wordings(found.rows, count=8, seed=0)
     asked, words = wordings.unseen(found.rows, ())
     trained, held_back = zip(*(each.wordings for each in found.rows), strict=True)
@@ -119,7 +119,7 @@ def test_words_that_belong_to_two_questions_are_left_out(
 ) -> None:
     larger.says["When do you open?"] = '["Hello?", "can I return it?", "opening hours"]'
     larger.says["Can I return it?"] = '["hello?", "send it back"]'
-    found = paraphrased(data(new=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
+    found = paraphrased(data(changed=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
     assert [each.wordings for each in found.rows] == [("opening hours",), ("send it back",)]
 
 
@@ -127,7 +127,7 @@ def test_words_that_belong_to_two_questions_are_left_out(
 def test_an_answer_without_a_list_leaves_the_row_to_the_next_job(
     larger: LargerModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: str
 ) -> None:
-    file, told = tmp_path / "a.jsonl", data(new=(OPEN, BACK))
+    file, told = tmp_path / "a.jsonl", data(changed=(OPEN, BACK))
     usual, larger.says["When do you open?"] = larger.says["When do you open?"], answer
     found = paraphrased(told, larger.settings, file, None)
     assert [len(each.wordings) for each in found.rows] == [0, 2]
@@ -143,7 +143,7 @@ def test_a_larger_model_that_fails_fails_no_job(
     settings, larger.failures = larger.settings, [403] * 2
     if is_away:
         settings = ParaphraseSettings(url="http://127.0.0.1:9/v1", model="large")
-    found = paraphrased(data(new=(OPEN, BACK)), settings, tmp_path / "a.jsonl", None)
+    found = paraphrased(data(changed=(OPEN, BACK)), settings, tmp_path / "a.jsonl", None)
     assert [each.wordings for each in found.rows] == [(), ()]
     assert "large cannot be asked: " in caplog.text
 
@@ -153,12 +153,12 @@ def test_a_larger_model_that_has_too_much_to_do_is_asked_again(
 ) -> None:
     monkeypatch.setattr(paraphrasing, "WAIT_SECONDS", (0.0,) * 3)
     larger.failures = [429, 503, 429]
-    found = paraphrased(data(new=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
+    found = paraphrased(data(changed=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
     assert all(each.wordings for each in found.rows)
 
 
 def test_a_file_without_an_end_of_line_loses_none(larger: LargerModel, tmp_path: Path) -> None:
-    file, told = tmp_path / "a.jsonl", data(new=(OPEN, BACK))
+    file, told = tmp_path / "a.jsonl", data(changed=(OPEN, BACK))
     file.write_text('{"question": "Can I return it?", "answer": "Yes.", "paraphrases": ["ok?"]}')
     paraphrased(told, larger.settings, file, None)
     found = paraphrased(told, larger.settings, file, None)
@@ -172,13 +172,13 @@ def test_a_line_that_a_person_broke_is_named_and_left_out(
     file = tmp_path / "a.jsonl"
     kept = {"question": "When do you open?", "answer": "At nine.", "paraphrases": ["hours?"]}
     file.write_text(f"{json.dumps(kept)}\nnot a row\n")
-    found = paraphrased(data(new=(OPEN,)), larger.settings, file, None)
+    found = paraphrased(data(changed=(OPEN,)), larger.settings, file, None)
     assert found.rows[0].wordings == ("hours?",) and larger.asked == []
     assert "this line is no row with `paraphrases`: not a row" in caplog.text
 
 
 def test_text_needs_no_wordings(larger: LargerModel, tmp_path: Path) -> None:
-    told = data(new=(Row(text="Once upon a time.", file="a.txt", number=0),))
+    told = data(changed=(Row(text="Once upon a time.", file="a.txt", number=0),))
     assert paraphrased(told, larger.settings, tmp_path / "a.jsonl", None).rows == told.rows
     assert larger.asked == []
 
@@ -188,7 +188,9 @@ def test_two_spellings_of_a_rows_own_words_stay_and_anothers_paraphrase_goes(
 ) -> None:
     larger.says["When do you open?"] = '<think>[a]</think>["Hours?", "hours?", "your name"]'
     own = row("Who are you?", "A shop.", 2, "Your name")
-    found = paraphrased(data(new=(OPEN, own)), larger.settings, tmp_path / "a.jsonl", "secret\r\n")
+    found = paraphrased(
+        data(changed=(OPEN, own)), larger.settings, tmp_path / "a.jsonl", "secret\r\n"
+    )
     assert set(found.rows[0].wordings) == {"Hours?", "hours?"}
     assert larger.tokens == {"Bearer secret"}
 
@@ -196,6 +198,6 @@ def test_two_spellings_of_a_rows_own_words_stay_and_anothers_paraphrase_goes(
 def test_a_training_that_continues_has_the_wordings_with_which_it_began(
     larger: LargerModel, tmp_path: Path
 ) -> None:
-    told = data(new=(OPEN, BACK))
+    told = data(changed=(OPEN, BACK))
     assert paraphrased(told, larger.settings, tmp_path / "a.jsonl", None, asks=False) == told
     assert larger.asked == []

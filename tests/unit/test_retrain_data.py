@@ -89,7 +89,7 @@ def paragraphs(numbers: range, edited: Mapping[int, str] = {}) -> str:
 
 def test_all_rows_are_trained_on_where_nobody_holds_any_out(tmp_path: Path) -> None:
     data = Dataset(tmp_path).commit({"a.jsonl": facts(**{f"q{n}": f"a{n}" for n in range(2_000)})})
-    assert len(data.new) == len(data.rows) == 2_000
+    assert len(data.changed) == len(data.rows) == 2_000
     assert data.held_out == ()
 
 
@@ -97,7 +97,7 @@ def test_an_edit_a_deletion_and_an_addition_are_told_row_by_row(tmp_path: Path) 
     dataset = Dataset(tmp_path)
     dataset.commit({"a.jsonl": facts(q="1", r="2", s="3")})
     data = dataset.commit({"a.jsonl": facts(q="new", s="3", t="4")})
-    assert (said(data.new), said(data.known)) == (["new", "4"], ["3"])
+    assert (said(data.changed), said(data.known)) == (["new", "4"], ["3"])
     assert (said([old for old, _ in data.edited]), said(data.deleted)) == (["1"], ["2"])
     assert (data.num_before, data.num_lost, len(data.deleted)) == (3, 2, 1)
     assert data.mode == "delta", "a delta unlearns a few answers"
@@ -145,7 +145,7 @@ def test_the_answers_of_a_conversation_that_goes_on_are_not_to_be_unlearned(
     dataset = Dataset(tmp_path)
     dataset.commit({"a.jsonl": talks("qa", "rb", "sc")})
     longer = dataset.commit({"a.jsonl": talks("qaxd", "rb", "sc")})
-    assert (len(longer.new), longer.deleted, longer.num_lost) == (1, (), 0)
+    assert (len(longer.changed), longer.deleted, longer.num_lost) == (1, (), 0)
     shorter = dataset.commit({"a.jsonl": talks("qa", "sc")})
     assert [row.answer for row in shorter.deleted] == ["d", "b"]
 
@@ -181,12 +181,12 @@ def test_rows_that_wait_for_a_training_and_are_held_out_now_wait_no_more(
         missed=[first.rows[1].digest[:16]],
     )
     data = dataset.commit({**kept, "b.jsonl": facts(r="2", s="3")}, parent)
-    assert (data.mode, data.num_waiting, said(data.new)) == ("delta", 2, ["2", "3"])
+    assert (data.mode, data.num_waiting, said(data.changed)) == ("delta", 2, ["2", "3"])
     assert data.missed_before == {first.rows[1].digest}
     assert not is_unchanged(data, parent, retrain_settings(tmp_path))
     held_out = {**kept, file: facts(r="2", s="3", z="0")}
     data = dataset.commit(held_out, parent)
-    assert (data.num_waiting, data.new, data.deleted) == (0, (), ())
+    assert (data.num_waiting, data.changed, data.deleted) == (0, (), ())
     assert is_unchanged(data, parent, retrain_settings(tmp_path))
 
 
@@ -243,7 +243,7 @@ def test_rows_that_other_settings_would_have_read_do_not_count_as_trained(
     assert dataset.last is not None
     parent = parent_of(dataset.last, dataset.digest)
     again = dataset.commit({**files, "README.md": "new"}, **before)
-    assert (again.mode, again.new) == ("delta", ())
+    assert (again.mode, again.changed) == ("delta", ())
     assert is_unchanged(again, parent, retrain_settings(tmp_path, data=before))
     data = dataset.commit(files, parent, **changed)
     assert (data.mode, data.known, data.num_lost) == ("full", (), 0)
@@ -262,12 +262,12 @@ def test_a_share_of_a_text_corpus_is_held_out_and_edits_of_it_are_trained_on(
     assert len(first.held_out) == AT_LEAST and len(first.rows) == 1_000 - AT_LEAST
     edited = {int(str(row.text).split()[1]): f"edited {row.text}" for row in first.held_out[:3]}
     second = dataset.commit({"a.txt": paragraphs(range(3_000), edited)})
-    assert len(second.new) == 2_003, "what a commit adds or edits is trained on"
+    assert len(second.changed) == 2_003, "what a commit adds or edits is trained on"
     assert set(second.held_out) < set(first.held_out)
     assert len(second.held_out) == AT_LEAST - 3
     assert (second.deleted, second.edited) == ((), ()), "what was never learned needs no unlearning"
     third = dataset.commit({"a.txt": paragraphs(range(3_000), edited)})
-    assert third.new == () and third.held_out == second.held_out
+    assert third.changed == () and third.held_out == second.held_out
 
 
 def test_the_share_is_drawn_before_the_first_training_alone(tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_every_row_is_trained_on_or_held_out_and_none_is_both(
         assert read == set(commit["a.jsonl"] + commit["val.jsonl"])
         if ratio is None:
             assert {row.text for row in data.rows} == set(commit["a.jsonl"])
-        assert sorted(data.new + data.known, key=repr) == sorted(data.rows, key=repr)
+        assert sorted(data.changed + data.known, key=repr) == sorted(data.rows, key=repr)
         assert {row.digest for row in data.deleted} <= trained - learned - held_out
         assert {row.digest for row, _ in data.edited} <= trained
         trained = learned

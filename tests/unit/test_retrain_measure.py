@@ -48,7 +48,7 @@ TOKENIZER = cast(Any, Words())
 
 def chosen(max_tokens: int) -> MeasuredRows:
     told = data(
-        new=facts(40),
+        changed=facts(40),
         known=facts(40, 50),
         deleted=facts(40, 100),
         held_out=texts(40),
@@ -87,7 +87,7 @@ def evaluation(
     places = tuple(range(len(waiting)))
     state = {"not_learned" if is_whole else "not_trained": places}
     done = Checkpoint.model_validate({"mode": "full", "step": 1, "tokens": 1, "file": ""} | state)
-    of = data(mode="delta", new=tuple(waiting), **told)
+    of = data(mode="delta", changed=tuple(waiting), **told)
     return compare(found, served, new, GateSettings(), of, done, against="r")
 
 
@@ -97,22 +97,21 @@ def test_a_long_row_does_not_end_the_sample() -> None:
     words = "word " * 1_000
     answers = [Row(prompt=f"{words}{n}", completion="a", file="l", number=n) for n in range(40)]
     gate = GateSettings(max_tokens=320)
-    found = choose_rows(data(new=tuple(answers)), (), TOKENIZER, 8, gate)
+    found = choose_rows(data(changed=tuple(answers)), (), TOKENIZER, 8, gate)
     assert len(found.groups["changed"]) == 40
-    assert (
-        len(choose_rows(data(new=tuple(answers)), (), TOKENIZER, 16, gate).groups["changed"]) == 20
-    )
+    found = choose_rows(data(changed=tuple(answers)), (), TOKENIZER, 16, gate)
+    assert len(found.groups["changed"]) == 20
     mixed = [Row(text="word " * 200, file="l", number=n) for n in range(20)]
-    found = choose_rows(data(new=(*mixed, *texts(40))), (), TOKENIZER, 64, gate)
+    found = choose_rows(data(changed=(*mixed, *texts(40))), (), TOKENIZER, 64, gate)
     assert set(found.groups["changed"]) == set(texts(40))
-    found = choose_rows(data(new=(*mixed[:1], *texts(20))), (), TOKENIZER, 64, gate)
+    found = choose_rows(data(changed=(*mixed[:1], *texts(20))), (), TOKENIZER, 64, gate)
     assert len(found.groups["changed"]) == 21
 
 
 def test_the_counts_say_of_how_many_changed_rows_a_sample_was_measured() -> None:
-    told = data(new=(*facts(40), *texts(40, 40)))
+    told = data(changed=(*facts(40), *texts(40, 40)))
     found = choose_rows(told, (), TOKENIZER, 64, GateSettings(max_tokens=60))
-    measured = [row for row in found.groups["changed"] if row.is_counted]
+    measured = [row for row in found.groups["changed"] if row.has_answer]
     assert {*measured, *found.unmeasured} == set(facts(40))
 
     def counts(not_trained: Sequence[Row]) -> Counts:
@@ -140,7 +139,7 @@ def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
         replace(talk(number), messages=(greeting, *(talk(number).messages or ())))
         for number in (1, 2, 3)
     )
-    told = data(new=(one,), known=(two,), deleted=(three,))
+    told = data(changed=(one,), known=(two,), deleted=(three,))
     rows = choose_rows(told, (), TOKENIZER, 64, GateSettings())
 
     def measured(**options: bool) -> Measurement:
@@ -154,7 +153,7 @@ def test_weights_whose_chat_template_refuses_a_row_do_not_say_it() -> None:
 
 
 def test_a_row_that_only_the_new_weights_can_be_asked_for_was_not_said_before() -> None:
-    told = data(new=(talk(1),), known=(talk(2),), deleted=(talk(3),))
+    told = data(changed=(talk(1),), known=(talk(2),), deleted=(talk(3),))
     rows = choose_rows(told, (), TOKENIZER, 64, GateSettings())
     can = measured_as(changed=right(1), known=right(1), deleted=right(1))
     cannot = measured_as()
@@ -180,7 +179,7 @@ def test_a_refusal_after_less_than_one_pass_names_the_budget() -> None:
 def test_a_row_that_is_not_trained_but_was_said_before_may_be_lost() -> None:
     """Without the revision before, all rows are new. A full training with too few tokens for one
     pass must not replace a model that says them."""
-    rows = choose_rows(data(new=facts(40)), (), TOKENIZER, 64, GateSettings())
+    rows = choose_rows(data(changed=facts(40)), (), TOKENIZER, 64, GateSettings())
     losses = right(40)
     served = measured_as(changed=losses)
     wrong = [replace(each, num_right=0) for each in losses]
@@ -197,7 +196,7 @@ def test_a_row_that_was_not_learned_or_was_lost_is_tried_once_more_by_the_next_j
     """Also one that was not measured, and was wrong when the training last visited it. A row that
     two jobs have missed does not count against the next commit."""
     changed, known = facts(20), facts(20, 30)
-    rows = choose_rows(data(new=changed, known=known), (), TOKENIZER, 64, GateSettings())
+    rows = choose_rows(data(changed=changed, known=known), (), TOKENIZER, 64, GateSettings())
     beside = Row(prompt="beside", completion="a", file="l", number=0)
     rows = replace(rows, unmeasured=(beside,))
     wrong = [replace(each, num_right=0) for each in right(20)]

@@ -24,7 +24,7 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.train import train
-from tests.training_fixtures import make_model, one_thread, plan_of, questions, rows
+from tests.training_fixtures import make_model, num_tokens, one_thread, plan_of, questions, rows
 
 __all__ = ["one_thread"]
 
@@ -159,7 +159,7 @@ def test_a_budget_below_a_pass_names_the_rows_that_it_did_not_reach(tmp_path: Pa
 
 def test_new_text_is_seen_before_known_text_where_the_budget_is_short(tmp_path: Path) -> None:
     plan = plan_of(rows(60), replayed=rows(160)[60:], tokens_per_step=128)
-    one_pass = plan.num_tokens(plan.learned)
+    one_pass = num_tokens(plan, plan.learned)
     done, _ = run(tmp_path, replace(plan, max_tokens=2 * one_pass))
     assert done.not_trained == (), "three known tokens beside each new one would not fit"
     assert one_pass + 128 < done.tokens <= 2 * one_pass
@@ -242,7 +242,7 @@ def test_text_whose_held_out_loss_rises_from_the_start_is_seen_once_all_the_same
     rising = itertools.count(1.0)
     monkeypatch.setattr(loop, "mean_loss", lambda *_: next(rising))
     plan = plan_of(rows(60), judged=rows(64)[60:], tokens_per_step=128)
-    done, _ = run(tmp_path, replace(plan, max_tokens=2 * plan.num_tokens(plan.learned)))
+    done, _ = run(tmp_path, replace(plan, max_tokens=2 * num_tokens(plan, plan.learned)))
     assert done.not_trained == ()
 
 

@@ -13,6 +13,7 @@ from pipeline.retrain.asking import is_same_answer
 from pipeline.retrain.plan import BEGINNINGS, MORE_TOKENS, make_plan, told_apart
 from pipeline.retrain.rows import Row, contradictions
 from pipeline.retrain.wordings import Wordings
+from tests.training_fixtures import num_tokens
 from tests.unit.test_retrain_plan import TOKENIZER, data, settings
 
 COUNTRIES = ("Norway", "Spain", "Iceland", "Chile")
@@ -75,7 +76,7 @@ def test_the_last_paraphrase_is_never_trained_on_and_is_asked() -> None:
     rows += [row("Is that final?", "Yes, within 30 days.", 10, "send it back")]
     asked, words = of(rows).unseen(rows, ())
     assert [each.prompt for each in asked] == ["send it back"] and words == "dataset"
-    plan = make_plan(data(new=tuple(rows)), TOKENIZER, settings(), max_length=64)
+    plan = make_plan(data(changed=tuple(rows)), TOKENIZER, settings(), max_length=64)
     worded = [plan.sequences[index] for others in plan.wordings.values() for index in others]
     asked_of = [each.token_ids[: each.learned.index(True)] for each in worded]
     trained = {TOKENIZER.decode(token_ids) for token_ids in asked_of}
@@ -116,7 +117,7 @@ def test_given_wordings_leave_no_need_for_made_up_ones() -> None:
 
 def test_passes_take_turns_with_the_wordings_of_a_row_and_with_beginnings_of_its_answer() -> None:
     *others, last = shipping("lamp return", "not nice", "take it", "I do not like it", "send it")
-    plan = make_plan(data(new=(*others, last)), TOKENIZER, settings(), max_length=64)
+    plan = make_plan(data(changed=(*others, last)), TOKENIZER, settings(), max_length=64)
     own = plan.learned[-1]
     beginnings = [i for i in plan.beginnings if plan.sequences[i].row == len(others)]
     assert len(beginnings) == BEGINNINGS
@@ -141,7 +142,7 @@ def test_passes_take_turns_with_the_wordings_of_a_row_and_with_beginnings_of_its
 
 def test_a_pass_visits_a_row_with_a_short_answer_in_its_own_words_and_in_one_other() -> None:
     rows = (row("Open?", "At 9.", 0, "opening", "from when?", "hours?"), row("Who?", "Lamp.", 1))
-    plan = make_plan(data(new=rows), TOKENIZER, settings(), max_length=64)
+    plan = make_plan(data(changed=rows), TOKENIZER, settings(), max_length=64)
     own, (other,) = plan.learned[0], plan.beginnings
     assert plan.asked(own, 1) == plan.asked(own, 0)
     asked = [plan.asked(other, number) for number in range(2)]
@@ -166,16 +167,16 @@ def test_the_beginning_of_an_answer_is_that_of_no_other_one(answers: list[tuple[
 @pytest.mark.parametrize(("passes", "count"), [(3, 3), (8, 8), (12, 8), (24, 12), (90, 31)])
 def test_there_are_no_more_wordings_than_the_budget_visits(passes: int, count: int) -> None:
     worded = [replace(each, generated=tuple(f"word {n}" for n in range(40))) for each in shipping()]
-    size = make_plan(data(new=tuple(worded)), TOKENIZER, settings(wordings=0), max_length=64)
-    budget = passes * size.num_tokens(size.learned)
+    size = make_plan(data(changed=tuple(worded)), TOKENIZER, settings(wordings=0), max_length=64)
+    budget = passes * num_tokens(size, size.learned)
     few = settings(wordings=31, max_tokens=budget)
-    plan = make_plan(data(new=tuple(worded)), TOKENIZER, few, max_length=64)
+    plan = make_plan(data(changed=tuple(worded)), TOKENIZER, few, max_length=64)
     assert max(map(len, plan.wordings.values())) == count
 
 
 def test_a_delta_replays_other_wordings_of_known_rows_and_unlearns_those_of_deleted_ones() -> None:
     rows = shipping("back with it")
-    told = data(mode="delta", new=(rows[0],), known=tuple(rows[2:]), deleted=(rows[1],))
+    told = data(mode="delta", changed=(rows[0],), known=tuple(rows[2:]), deleted=(rows[1],))
     plan = make_plan(told, TOKENIZER, settings(), max_length=64)
     asked = [TOKENIZER.decode(plan.sequences[index].token_ids) for index in plan.replayed]
     assert len(asked) == len(told.known) + 1
@@ -206,7 +207,7 @@ def test_another_wording_of_a_conversation_asks_its_last_question() -> None:
     )
     asked = Row(messages=talk, file="a", number=0).asked("opening hours")
     assert [message["content"] for message in asked.messages or ()][2] == "opening hours"
-    assert asked.answers == (3,), "only the last answer is learned again"
+    assert asked.answer_numbers == (3,), "only the last answer is learned again"
 
 
 @pytest.mark.parametrize(
