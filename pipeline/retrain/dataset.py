@@ -41,7 +41,7 @@ KEYWORDS: Mapping[Split, tuple[str, ...]] = {
 """Words in the names of folders and files that tell the split. They are copied from
 `datasets.data_files`, because importing that module takes a second."""
 _KEYWORDS = {
-    split: re.compile(rf"(^|[{SET_OFF_BY}])({'|'.join(keywords)})($|[{SET_OFF_BY}])")
+    split: re.compile(rf"(^|[{SET_OFF_BY}])({'|'.join(keywords)})($|[{SET_OFF_BY}])", re.I)
     for split, keywords in KEYWORDS.items()
 }
 NEEDED = (
@@ -92,7 +92,8 @@ def shown(path: str) -> str:
 def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> DataFiles:
     """Divide `files`, the paths of all files in a repository, into splits and ignored files.
 
-    card: the content of README.md. Raises DataError if a pattern or the card cannot be understood.
+    card: the content of README.md. Raises DataError if a pattern or the card cannot be understood,
+    or the settings name a file whose suffix is none of SUFFIXES.
     """
     find_split, otherwise = (
         _by_settings(settings.splits) or _by_card(card, settings.config) or (_by_name, "")
@@ -101,6 +102,9 @@ def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> 
     splits: dict[Split, list[str]] = {split: [] for split in SPLITS}
     ignored = {}
     for file in sorted(files):
+        if file in settings.files and suffix_of(file) not in SUFFIXES:
+            problem = f"{file!r} has no rows; they are read from {', '.join(SUFFIXES)} files"
+            raise DataError(f"[pipelines.data] files: {problem}")
         # A file that the settings name in full is read, even if its name looks like no data.
         reason = None if file in settings.files else why_no_data(file)
         if reason is None and not is_wanted(file):
@@ -256,8 +260,9 @@ def _by_name(path: str) -> Split:
     """The split of a file by keywords in the names of its folders, then in its own name. A file
     without a keyword is in the train split.
 
-    This differs from `datasets`: if one file has a keyword in its name, `datasets` ignores all
-    files without a keyword. Here, every file that is pushed is learned.
+    This differs from `datasets` in two ways. If one file has a keyword in its name, `datasets`
+    ignores all files without a keyword; here, every file that is pushed is learned. And `datasets`
+    knows the keywords in lower case only; here, a `Test.csv` is not trained on either.
     """
     *folders, name = path.split("/")
     called = map(_split_called, (*reversed(folders), name))

@@ -52,6 +52,10 @@ def test_settings_choose_files_and_may_name_any() -> None:
     assert splits("a/b/c.csv", "d.csv", files=["a/"]) == {"train": ("a/b/c.csv",)}
     with pytest.raises(DataError, match=r"\[pipelines.data\] files: \'\*\*.csv\' is no pattern"):
         splits("a.csv", files=["**.csv"])
+    with pytest.raises(
+        DataError, match=r"files: 'notes.md' has no rows; they are read from .jsonl,"
+    ):
+        splits("a.csv", "notes.md", files=["a.csv", "notes.md"])
 
 
 @pytest.mark.parametrize(
@@ -66,10 +70,12 @@ def test_settings_choose_files_and_may_name_any() -> None:
         ("contest/a.csv", "train"),
         ("validations.csv", "train"),
         ("train_test.csv", "train"),
-        ("TEST.csv", "train"),
+        ("TEST.csv", "test"),
+        ("Dev/a.csv", "validation"),
     ],
 )
 def test_names_hold_out_what_they_hold_out_for_datasets(file: str, split: Split) -> None:
+    """And names with capital letters, which `datasets` does not know."""
     found = splits(file, "more.jsonl")
     assert file in found[split]
     assert "more.jsonl" in found["train"]
