@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
+from typing import Literal
 
 import receiver
 from pipeline.errors import PipelineError
@@ -75,7 +76,7 @@ def deploy(
     secret: str,
     *,
     endpoint: str,
-    token: str | None,
+    token: str | Literal[False],
 ) -> Deployed:
     """Create the Space, or update it if it exists. Raises PipelineError for a wrong folder, and
     WebhookApiError if the hub fails.
@@ -85,7 +86,7 @@ def deploy(
     """
     from huggingface_hub import HfApi
 
-    api = HfApi(endpoint=endpoint, token=token or False)
+    api = HfApi(endpoint=endpoint, token=token)
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary)
         _write_space(made, space.partition("/")[2], folder)

@@ -5,7 +5,8 @@ starts): both answer the requests that `huggingface_hub` makes. The functions ne
 secret.
 
 Every function has the arguments `endpoint` (default: `HF_ENDPOINT`, or else the Hugging Face Hub)
-and `token` (default: the token that `huggingface_hub` finds). Every function may raise:
+and `token` (default: the token that `huggingface_hub` finds; False sends none). Every function may
+raise:
 
 - `ValueError`: an argument is not valid.
 - `NotAllowed`: the token is missing, or the hub refuses it.
@@ -92,7 +93,7 @@ def create_webhook(
     domains: Sequence[str] | None = None,
     secret: str | None = None,
     endpoint: str | None = None,
-    token: str | None = None,
+    token: str | Literal[False] | None = None,
 ) -> WebhookRecord:
     """Create a webhook. When a `watched` item changes, the hub posts an event to `url`, or starts a
     copy of the job `job_id`. The caller must give either `url` or `job_id`.
@@ -111,7 +112,7 @@ def create_webhook(
 
 
 def list_webhooks(
-    *, endpoint: str | None = None, token: str | None = None
+    *, endpoint: str | None = None, token: str | Literal[False] | None = None
 ) -> tuple[WebhookRecord, ...]:
     answer = call_hub("GET", "webhooks", endpoint, token)
     if not isinstance(answer, list):
@@ -120,7 +121,7 @@ def list_webhooks(
 
 
 def get_webhook(
-    webhook_id: str, *, endpoint: str | None = None, token: str | None = None
+    webhook_id: str, *, endpoint: str | None = None, token: str | Literal[False] | None = None
 ) -> WebhookRecord:
     return _webhook(call_hub("GET", f"webhooks/{webhook_id}", endpoint, token))
 
@@ -134,7 +135,7 @@ def update_webhook(
     domains: Sequence[str] | None = None,
     secret: str | None = None,
     endpoint: str | None = None,
-    token: str | None = None,
+    token: str | Literal[False] | None = None,
 ) -> WebhookRecord:
     """Change the properties that are given. A property does not change if its argument is None."""
     if watched is None:
@@ -145,21 +146,21 @@ def update_webhook(
 
 
 def enable_webhook(
-    webhook_id: str, *, endpoint: str | None = None, token: str | None = None
+    webhook_id: str, *, endpoint: str | None = None, token: str | Literal[False] | None = None
 ) -> WebhookRecord:
     """Enable a webhook that is disabled or suspended."""
     return _webhook(call_hub("POST", f"webhooks/{webhook_id}/enable", endpoint, token))
 
 
 def disable_webhook(
-    webhook_id: str, *, endpoint: str | None = None, token: str | None = None
+    webhook_id: str, *, endpoint: str | None = None, token: str | Literal[False] | None = None
 ) -> WebhookRecord:
     """Stop the deliveries of the webhook until it is enabled again."""
     return _webhook(call_hub("POST", f"webhooks/{webhook_id}/disable", endpoint, token))
 
 
 def delete_webhook(
-    webhook_id: str, *, endpoint: str | None = None, token: str | None = None
+    webhook_id: str, *, endpoint: str | None = None, token: str | Literal[False] | None = None
 ) -> None:
     """Delete the webhook. This cannot be undone."""
     call_hub("DELETE", f"webhooks/{webhook_id}", endpoint, token)
@@ -201,7 +202,7 @@ def call_hub(
     method: Literal["GET", "POST", "DELETE"],
     path: str,
     endpoint: str | None,
-    token: str | None,
+    token: str | Literal[False] | None,
     body: dict[str, Any] | None = None,
     query: Mapping[str, str] | None = None,
 ) -> Any:

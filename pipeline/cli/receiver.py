@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -19,7 +18,6 @@ from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
-from pipeline.retrain.sources import own_token
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import retrain_rules
 from pipeline.settings import load_settings
@@ -107,12 +105,7 @@ def deploy(
     else:
         secret = _secret_in(secret_file)
         shown = '"$WEBHOOK_SECRET"'
-    if endpoint is None:
-        access = hub_access(None)
-    else:
-        token = own_token(os.environ, load_tokens(tokens_file).hub)
-        access = {"endpoint": endpoint.rstrip("/"), "token": token}
-    deployed = space_deploy.deploy(space, folder, secret, **access)
+    deployed = space_deploy.deploy(space, folder, secret, **hub_access(endpoint))
     if as_json:
         print(json.dumps(asdict(deployed)))
         return

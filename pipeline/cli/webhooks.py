@@ -6,6 +6,7 @@ Hub shows deliveries only on its web pages.
 """
 
 import json
+import os
 import re
 import sys
 import time
@@ -17,8 +18,10 @@ import typer
 
 from pipeline.cli.terminal import ChangesStack, JsonOption, QuietOption, print_table, project_home
 from pipeline.errors import PipelineError
+from pipeline.paths import Home
+from pipeline.retrain.sources import own_token
 from pipeline.stack.record import running_settings
-from pipeline.tokens import load_tokens
+from pipeline.tokens import load_tokens, read_tokens
 from receiver.webhooks import (
     WebhookRecord,
     call_hub,
@@ -39,7 +42,10 @@ attempt takes at most 15 s."""
 
 WebhookArgument = Annotated[str, typer.Argument(help="The id of a webhook, from `webhooks ls`.")]
 EndpointOption = Annotated[
-    str | None, typer.Option(help="The URL of another hub, which gets the token in HF_TOKEN.")
+    str | None,
+    typer.Option(
+        help="The URL of another hub. It gets your own token: HF_TOKEN, or that of `hf auth login`."
+    ),
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
 JobOption = Annotated[
@@ -299,10 +305,13 @@ def _answer(delivery: dict[str, Any]) -> str:
 
 def hub_access(endpoint: str | None) -> dict[str, Any]:
     """The address of a hub, and the token for this hub. If `endpoint` is None, the hub is the
-    stack's own hub. For another hub, the token is None. The client library then looks for a token
-    itself, for example in HF_TOKEN."""
+    stack's own hub. Another hub gets the user's own token, or none (False): the client library
+    would otherwise send it HF_TOKEN, which may be the token of this stack."""
     if endpoint is not None:
-        return {"endpoint": endpoint, "token": None}
+        file = Home.find().tokens_file
+        stack_token = read_tokens(file).hub if file.exists() else ""
+        own = own_token(os.environ, stack_token) or False
+        return {"endpoint": endpoint.rstrip("/"), "token": own}
     home = project_home()
     token = load_tokens(home.tokens_file).hub
     return {"endpoint": running_settings(home).hub_url, "token": token}

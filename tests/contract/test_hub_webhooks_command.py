@@ -15,7 +15,7 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.cli.main import app
 from receiver.errors import WebhookApiError
-from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
+from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -180,6 +180,19 @@ def test_a_wrong_token_and_a_hub_that_is_not_there_are_explained(
     result = CliRunner().invoke(app, ["webhooks", "deliveries", "--endpoint", NOWHERE])
     assert isinstance(result.exception, WebhookApiError)
     assert "cannot be reached" in str(result.exception)
+
+
+def test_another_hub_never_gets_the_token_of_a_stack(
+    webhooks: Command, hub: RunningHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PIPELINE_ENV_TOKEN", hub.token)  # as `pipeline env` sets it
+    assert "401" in webhooks.refused("ls")
+    monkeypatch.delenv("PIPELINE_ENV_TOKEN")
+    assert webhooks("ls") == "No webhook yet."
+    tokens = {"hub": hub.token, "admin": "a", "webhook": "w", "key": SECRET_KEY.decode()}
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens))
+    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path))
+    assert "401" in webhooks.refused("deliveries")
 
 
 def test_deliveries_are_listed_replayed_and_tested(
