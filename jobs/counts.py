@@ -55,8 +55,9 @@ class Counts(BaseModel):
     they are taken from there. Otherwise, a larger model has generated them, or, for a pretrained
     model, they are made up."""
     reworded: int = 0
-    """The number of `rewordings` to which the new weights give the answer of the row: at least
-    three quarters of its words, and all of its numbers and names."""
+    """The number of `rewordings` to which the new weights give the answer of the row: their words
+    and those of the row agree to three quarters (F1: words too many count too), and they have all
+    of the row's numbers and names."""
     reworded_before: int | None = None
     """The number of `rewordings` to which the old weights give it. None if there is no parent."""
     words: Words = "dataset"

@@ -134,8 +134,9 @@ class TrainSettings(_Settings):
     max_length: int | None = Field(default=None, ge=8)
     """The largest number of tokens that the model trains on as one sequence. Unset: 256 for a
     preset, and 1,024 for a base model that was trained before. It is never more than the model's
-    context. A longer text is cut into pieces of this length. If a prompt with its completion is
-    longer, the prompt loses its beginning. If the completion alone is longer, it loses its end."""
+    context. A longer text is cut into pieces of this length. If a row with an answer is longer, a
+    prompt of more than half of this length loses its beginning, and an answer of more than half
+    loses its end."""
     evaluation_tokens: int = Field(default=16_384, ge=1)
     """The largest number of tokens of one measurement during training. It measures the rows that
     the model must say before training ends, or held-out text."""
