@@ -40,6 +40,8 @@ class Size:
     turn_seconds: float
     """At least."""
     context: int
+    compiles: bool = True
+    """Whether vLLM's own server compiles the model, as a user's does. It takes minutes."""
 
 
 FULL = Size(
@@ -63,6 +65,7 @@ SMALL = Size(
     rounds=1,
     turn_seconds=0.0,
     context=8192,
+    compiles=False,
 )
 SAMPLED = {"temperature": 0.7, "top_p": 0.9}
 TEMPERATURE = {"temperature": 1.0}
@@ -118,7 +121,14 @@ def _pretrained(home: Path, dtype: str, size: Size) -> tuple[list[Figure], dict[
     detail: dict[str, Any] = {}
     with (
         serving("torch", release, home) as ours,
-        serving("vllm-own", release, home, dtype=dtype, context=size.context) as theirs,
+        serving(
+            "vllm-own",
+            release,
+            home,
+            dtype=dtype,
+            context=size.context,
+            compiles=size.compiles,
+        ) as theirs,
     ):
         settle = partial(wait_until_idle, ours, theirs)
         lengths = [(size.prompt_tokens, size.clients), (size.long_prompt_tokens, size.long_clients)]

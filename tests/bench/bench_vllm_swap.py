@@ -34,10 +34,12 @@ class Size:
     """Of each answer of the load."""
     prompts: int
     """Whose right answers are known."""
+    compiles: bool = True
+    """Whether vLLM's own server compiles the model, as a user's does."""
 
 
 FULL = Size(shapes=("88M", "350M"), rounds=6, clients=4, tokens=32, prompts=3)
-SMALL = Size(shapes=("tiny",), rounds=2, clients=2, tokens=8, prompts=2)
+SMALL = Size(shapes=("tiny",), rounds=2, clients=2, tokens=8, prompts=2, compiles=False)
 CHECKED_TOKENS = 8
 PAUSE_SHARE = 0.25
 
@@ -119,7 +121,7 @@ def _measure(shape: str, size: Size) -> dict[str, list[Swap]]:
         right = _Right(prompts, texts)
         with (
             serving("vllm", folders[0], home) as ours,
-            serving("vllm-own", folders[0], home) as theirs,
+            serving("vllm-own", folders[0], home, compiles=size.compiles) as theirs,
         ):
             for server in (ours, theirs):
                 if right.share(server, folders[0]) < 1:

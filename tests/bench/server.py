@@ -130,9 +130,10 @@ def serving(
     pipeline: str = PIPELINE,
     dtype: str = "float32",
     context: int = CONTEXT,
+    compiles: bool = True,
 ) -> Iterator[Server]:
-    """A server in a process of its own, once it has answered with a token. `dtype` and
-    `context` are told to vLLM's own, and ours takes them from the release."""
+    """A server in a process of its own, once it has answered with a token. `dtype`, `context` and
+    `compiles` are told to vLLM's own, and ours takes the first two from the release."""
     (port,) = free_ports(1)
     environment = {
         **os.environ,
@@ -153,6 +154,7 @@ def serving(
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", dtype, "--max-model-len", str(context)),
             *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--generation-config", "vllm"),
+            *(() if compiles else ("--enforce-eager",)),
         ]
         environment["VLLM_SERVER_DEV_MODE"] = "1"
     else:
