@@ -129,7 +129,10 @@ class LauncherSettings(BaseModel):
             passed_on |= _IN_MANIFEST
             needed.add("image")
         if missing := sorted(needed - given):
-            return f"it needs {', '.join(missing)}; set it under [pipelines.resources]"
+            return (
+                f"it needs {', '.join(missing)}; set it under [pipelines.resources], or use --gpus "
+                "or --image"
+            )
         if ignored := sorted(given - passed_on):
             return (
                 f"its command `submit` passes no {', '.join(ignored)} on; remove it from "

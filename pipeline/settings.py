@@ -247,7 +247,7 @@ class Settings(BaseSettings):
             known = ", ".join([LOCAL, *self.launchers])
             fault = f"there is none of this name, only {known}; add a table [launchers.{launcher}]"
         elif resources != Resources():
-            fault = "it takes no [pipelines.resources] and no --gpus; remove them"
+            fault = "it takes no [pipelines.resources] and no --gpus or --image; remove them"
         return fault and f"launcher {launcher!r}: {fault}"
 
     def pipeline(self, name: str | None) -> PipelineSettings:

@@ -14,7 +14,7 @@ from jobs.job import Job, seal
 from jobs.spec import LOCAL, JobSpec, Resources
 from jobs.store import JobStore
 from pipeline.cli.progress import follow_to_end, report_end
-from pipeline.cli.terminal import JsonOption, PipelineOption, seconds
+from pipeline.cli.terminal import JsonOption, PipelineOption, seconds, without_none
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner.by_hand import with_runner
@@ -55,6 +55,7 @@ def run(
         ),
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to ask the launcher for.")] = None,
+    image: Annotated[str | None, typer.Option(help="The container image to run there.")] = None,
     timeout: Annotated[
         float | None,
         typer.Option(parser=seconds, metavar="TIME", help="Stop the job after TIME, as in 30m."),
@@ -115,7 +116,7 @@ def run(
             chosen = chosen.model_copy(update={"train": train})
         launcher, resources = launcher or chosen.launcher, chosen.resources
     launcher = launcher or LOCAL
-    resources = resources if gpus is None else resources.model_copy(update={"gpus": gpus})
+    resources = resources.model_copy(update=without_none(gpus=gpus, image=image))
     if fault := loaded.misfit(launcher, resources):
         raise PipelineError(fault)
     place = {"launcher": launcher, "resources": resources}

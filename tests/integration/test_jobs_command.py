@@ -1,14 +1,19 @@
 """`pipeline jobs` lists, shows and cancels the jobs in the store, and refuses a wrong command."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from jobs.folder import LOG, prepare_job_folder
+from jobs.job import Job
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec
+from jobs.store import JobStore
+from pipeline.cli import jobs_run
 from pipeline.cli.main import app
 from pipeline.paths import Home
 from pipeline.retrain.job import WRONG, WrongAnswer, WrongAnswers, write_record
@@ -129,3 +134,25 @@ def test_a_command_that_is_no_program_becomes_no_job() -> None:
     ):
         assert reason in str(pipeline("jobs", "run", *options, "--", "true").exception)
     assert pipeline("jobs", "ls").stdout == "No job yet.\n"
+
+
+def test_a_command_runs_in_the_image_that_its_line_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pipeline.toml").write_text("[launchers.docker]\n")
+
+    def submit_only(
+        _: Home, settings: Any, submit: Callable[[JobStore, str], Job], **__: Any
+    ) -> None:
+        with open_job_store(settings, Home.find()) as store:
+            submit(store, "http://127.0.0.1:1")
+
+    monkeypatch.setattr(jobs_run, "run_to_end", submit_only)
+    there = ("jobs", "run", "--launcher", "docker", "--gpus", "2")
+    assert "needs image; " in str(pipeline(*there, "--", "true").exception)
+    assert pipeline(*there, "--image", "me/image", "--", "true").exit_code == 0
+    spec = json.loads(pipeline("jobs", "inspect", "--latest").output)["spec"]
+    assert (spec["launcher"], spec["resources"]["image"]) == ("docker", "me/image")
+    assert spec["resources"]["gpus"] == 2
+    refused = pipeline("jobs", "run", "--image", "me/image", "--", "true")
+    assert "launcher 'local': it takes no" in str(refused.exception)
