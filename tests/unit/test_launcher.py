@@ -3,7 +3,9 @@ program of the test is called in place of the engine's."""
 
 import json
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,19 @@ def test_the_manifest_of_kubernetes(engine: Engine) -> None:
             "resources": {"limits": {"cpu": "2", "memory": "16Gi", "nvidia.com/gpu": "1"}},
         }
     ]
+
+
+def test_the_launcher_of_the_docs(engine: Engine) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
+    (written,) = re.findall(r"^\[launchers\.lsf\]\n.*?(?=^```)", docs, re.M | re.S)
+    keys = tomllib.loads(written)["launchers"]["lsf"]
+    absent = (1, f"Job <{NAME}> is not found")
+    lsf = engine.answers(absent, (0, "Job <7> is submitted"), **keys, options=["-W", "60"])
+    lsf.submit(NAME, ENVIRONMENT, Resources(cpus=2))
+    assert engine.calls()[1]["arguments"] == f"-J {NAME} -n 2 -W 60 {AGENT}".split()
+    assert engine.answers((0, "PEND"), **keys).status(NAME).state == "queued"
+    with pytest.raises(LaunchError, match="it needs cpus"):
+        lsf.submit(NAME, ENVIRONMENT, Resources())
 
 
 @pytest.mark.parametrize(
