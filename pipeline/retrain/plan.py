@@ -34,27 +34,30 @@ then use as many, but at most this many times `max_tokens`."""
 MAX_SKIPPED = 20
 """While a sample is drawn, long rows are skipped. But of very many long rows, no more are tokenized
 than have this many times the tokens of the sample."""
-ANSWERS_BUDGET = 2
+ANSWERS_BUDGET = 3
 """Rows with an answer may take this many times `max_tokens`, because training ends when the model
 says the answers."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
-MIN_PRETRAINED_STEP_TOKENS, STEPS_OF_PASS = 1_024, 16
+MIN_PRETRAINED_STEP_TOKENS, STEPS_OF_PASS = 448, 16
 """In a full training, a base model that was trained before gets steps of at least so many tokens,
-because smaller steps of a large network take almost as long. But a pass over few rows has at least
-STEPS_OF_PASS steps, and a delta has small ones, because it needs many steps, whatever their
-size."""
+because smaller steps of a large network take almost as long; from larger ones it learns less per
+token. But a pass over few rows has at least STEPS_OF_PASS steps, and a delta has small ones,
+because it needs many steps, whatever their size."""
 BEGINNINGS, MORE_TOKENS = 3, 4
 """Besides the row, a pass visits so many other wordings of it with only the beginning of its
 answer: the tokens that tell it apart from all other answers, and MORE_TOKENS. They teach which
 answer a question gets, in a third of the time; how the answer goes on is taught by the row, itself
 in another wording in each pass. If the beginning is more than half of an answer, a pass visits the
 row in its own words and in one other."""
+OWN_WORDS_EVERY = 8
+"""Every so many passes, a row is asked for in its own words, because these are what is counted as
+learned."""
 USUAL_WORDINGS = 8
 WORDING_VISITS = 2
 """A pass visits one wording of a question, so there are no more wordings than passes. There are
-more than USUAL_WORDINGS only if a training within `max_tokens` visits each this often: otherwise
-it would not learn the answers in time."""
+more than USUAL_WORDINGS only if the budget is enough to visit each this often: otherwise the
+answers would not be learned in time."""
 DELTA_ANCHORS = 2
 """A delta trains on this many times as many anchors (answers of the base model) as a full training.
 Each delta moves the weights a little away from the base model, and these moves add up."""
@@ -107,10 +110,13 @@ class TrainingPlan:
         return bool(self.counted or self.unlearned)
 
     def asked(self, index: int, number: int) -> TokenSequence:
-        """The sequence at `index`, which pass `number` visits in its own words or in others: the
-        passes take turns."""
-        ways = (index, *self.wordings.get(index, ()))
-        return self.sequences[ways[number % len(ways)]]
+        """The sequence at `index`, which pass `number` visits in its own words or in others. The
+        others take turns."""
+        others = self.wordings.get(index, ())
+        turn, place = divmod(number, min(OWN_WORDS_EVERY, 1 + len(others)))
+        if not place:
+            return self.sequences[index]
+        return self.sequences[others[(number - turn - 1) % len(others)]]
 
     def numbered(self, index: int) -> TokenSequence:
         """The sequence with its own index instead of that of its row. So the result of a
@@ -194,10 +200,11 @@ def make_plan(
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
+    of_answers = max(max_tokens, ANSWERS_BUDGET * train.max_tokens)
     size, known = (
         sum(len(found[index].token_ids) for index in each) for each in (learned, replayed)
     )
-    passes = max_tokens // max(1, size)
+    passes = of_answers // max(1, size)
     most = min(passes, max(USUAL_WORDINGS, passes // WORDING_VISITS))
     count = min(usual_wordings(settings), most)
     asked_as = Wordings(data.rows, count=count, seed=train.seed)
@@ -244,7 +251,7 @@ def make_plan(
         )
         replayed += chain(*place_wordings(list(again)).values())
     if counted or unlearned:
-        max_tokens = max(max_tokens, ANSWERS_BUDGET * train.max_tokens)
+        max_tokens = of_answers
     return TrainingPlan(
         sequences=found,
         learned=learned,

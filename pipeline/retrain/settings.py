@@ -85,7 +85,7 @@ class TrainSettings(_Settings):
     """How many other wordings of each question without `paraphrases` are trained on: those of a
     larger model (`paraphrase`), or else made-up ones. Unset: all of a larger model but the last
     one; without one, 8 for a base model that was trained before, and 0 for a preset. More than 8
-    only if a training within `max_tokens` visits each twice. The word search of `ground` has all
+    only if the token budget is enough to visit each twice. The word search of `ground` has all
     those of a larger model."""
     learning_rate: float | None = Field(default=None, gt=0)
     """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
@@ -108,7 +108,7 @@ class TrainSettings(_Settings):
     max_tokens: int = Field(default=250_000, ge=1)
     """The token budget: the largest number of tokens that a full training trains on. It bounds the
     time. Two cores of a laptop train the preset on about 3,000 tokens per second. A training on
-    rows with an answer ends when the model says the answers, and may use twice as many. The
+    rows with an answer ends when the model says the answers, and may use three times as many. The
     served release may have been trained on more tokens than this, by several deltas. The new
     weights are compared with it, so a full training may then use as many tokens, but at most four
     times this number."""
@@ -126,7 +126,7 @@ class TrainSettings(_Settings):
     tokens_per_step: int | None = Field(default=None, ge=1)
     """How many tokens a step (one update of the weights) trains on. Unset: a thousandth of the
     token budget, but at least 128 and at most 4,096 tokens. A full training of a base model that
-    was trained before has steps of at least 1,024 tokens, if a pass has 16 of them. A few rows are
+    was trained before has steps of at least 448 tokens, if a pass has 16 of them. A few rows are
     learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """How many tokens a process computes at once. A larger step is computed in several parts, and

@@ -70,8 +70,9 @@ FEW_WRONG = 0.2
 """The learning rate begins to fall when at most this share of the rows is still wrong. Most of
 these rows become right while it falls. The measurement at the end finds the others."""
 RELEARNING_RATE = 0.5
-"""After a measurement has found wrong rows, the highest learning rate is reduced to this share.
-With the full rate, the model would forget about as many other rows as it learns again."""
+"""After a measurement has found wrong rows, the highest learning rate is reduced to this share, and
+again after each measurement that found no fewer, down to FINAL_LEARNING_RATE. With the full rate,
+the model would forget about as many other rows as it learns again."""
 MAX_REST = 3
 """A row that was right in several visits one after another is visited less often, but at least once
 in this many passes."""
@@ -311,7 +312,7 @@ def _rate(plan: TrainingPlan, progress: TrainingState) -> float:
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fallen)))
     rising = min(1.0, (steps + 1) / max(1, warm_up))
     if plan.ends_when_right and progress.is_relearning:
-        rising *= RELEARNING_RATE
+        rising *= max(FINAL_LEARNING_RATE, RELEARNING_RATE ** (1 + progress.stale))
     return rising * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
 

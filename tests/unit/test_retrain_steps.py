@@ -129,6 +129,24 @@ def test_known_rows_that_are_lost_are_learned_again(tmp_path: Path) -> None:
     assert right(model, [*known, *edit]) == 17
 
 
+def test_wrong_rows_are_learned_again_at_half_the_rate_after_each_measurement_without_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(
+        questions(16), counted=True, learning_rate=1e-2, warm_up_steps=1, max_tokens=60_000
+    )
+    missed, steps = iter([5.0, 5.0, 4.0, 4.0, 4.0, 4.0, 0.0]), []
+
+    def measure(*given: Any) -> tuple[float, list[int]]:
+        steps.append(given[-1].step)
+        return (found := next(missed)), [0] if found else []
+
+    monkeypatch.setattr(loop, "_measure", measure)
+    told = [each for each in run(tmp_path, plan)[1] if each.event == "step"]
+    shares = [told[step].learning_rate / plan.learning_rate for step in steps[:-1]]
+    assert shares == pytest.approx([0.5, 0.25, 0.5, 0.25, 0.125, 0.1])
+
+
 def test_a_deleted_answer_is_unlearned_and_the_others_are_kept(tmp_path: Path) -> None:
     model = make_model()
     known = questions(16)

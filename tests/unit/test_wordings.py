@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from pipeline.retrain import asking
 from pipeline.retrain.asking import is_same_answer
-from pipeline.retrain.plan import BEGINNINGS, MORE_TOKENS, make_plan, told_apart
+from pipeline.retrain.plan import (
+    ANSWERS_BUDGET,
+    BEGINNINGS,
+    MORE_TOKENS,
+    make_plan,
+    told_apart,
+)
 from pipeline.retrain.rows import Row, contradictions
 from pipeline.retrain.wordings import Wordings
 from tests.training_fixtures import num_tokens
@@ -140,6 +146,16 @@ def test_passes_take_turns_with_the_wordings_of_a_row_and_with_beginnings_of_its
         assert len({*answers}) == 1 and "Yes, within 30 days.".startswith(answers[0])
 
 
+def test_a_row_with_many_wordings_is_visited_in_its_own_words_in_every_eighth_pass() -> None:
+    rows = shipping(*(f"word {number}" for number in range(12)))
+    plan = make_plan(data(changed=tuple(rows)), TOKENIZER, settings(), max_length=64)
+    own = plan.learned[-1]
+    asked = [plan.asked(own, number) for number in range(24)]
+    assert [number for number in range(24) if asked[number] == asked[0]] == [0, 8, 16]
+    others = [each for each in asked if each != asked[0]]
+    assert len({each.token_ids for each in others[:11]}) == 11, "all come before any comes again"
+
+
 def test_a_pass_visits_a_row_with_a_short_answer_in_its_own_words_and_in_one_other() -> None:
     rows = (row("Open?", "At 9.", 0, "opening", "from when?", "hours?"), row("Who?", "Lamp.", 1))
     plan = make_plan(data(changed=rows), TOKENIZER, settings(), max_length=64)
@@ -168,7 +184,7 @@ def test_the_beginning_of_an_answer_is_that_of_no_other_one(answers: list[tuple[
 def test_there_are_no_more_wordings_than_the_budget_visits(passes: int, count: int) -> None:
     worded = [replace(each, generated=tuple(f"word {n}" for n in range(40))) for each in shipping()]
     size = make_plan(data(changed=tuple(worded)), TOKENIZER, settings(wordings=0), max_length=64)
-    budget = passes * num_tokens(size, size.learned)
+    budget = -(-passes * num_tokens(size, size.learned) // ANSWERS_BUDGET)
     few = settings(wordings=31, max_tokens=budget)
     plan = make_plan(data(changed=tuple(worded)), TOKENIZER, few, max_length=64)
     assert max(map(len, plan.wordings.values())) == count
