@@ -92,7 +92,7 @@ def test_what_nobody_foresaw_stops_no_worker_and_repeats_no_attempt(
 ) -> None:
     id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
     monkeypatch.setattr(deliveries, "BROKEN_OFF_SECONDS", 0.01)
-    for name in ("queues", "head", "settle"):
+    for name in ("queues", "oldest_pending", "settle"):
         monkeypatch.setattr(webhooks, name, fails_once(getattr(webhooks, name)))
     hub.create_dataset("local/facts")
     wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])

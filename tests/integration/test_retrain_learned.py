@@ -115,7 +115,7 @@ def test_a_deleted_row_is_said_no_more_without_a_full_training(pipeline: Pipelin
 def test_a_budget_below_one_pass_trains_the_rest_with_the_next_job(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, train=TRAIN)
     files = {"a.jsonl": jsonl(unrelated(60))}
-    short = TRAIN | {"max_tokens": 400}
+    short = TRAIN | {"max_tokens": 270}
     first = pipeline.learn(files, train=short)
     assert str(learned(first)) == "not yet trained: 60 rows", "one visit does not teach a row"
     assert len(record(pipeline, first, "evaluation")["not_trained"]) == 60
