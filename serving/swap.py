@@ -182,7 +182,7 @@ class Swapper:
             raise SwapStopped("failed", str(error)) from None
 
     async def _enqueue(self, swap: _Swap) -> SwapResult:
-        """Begin the swap, unless the newest one is to the same release, and wait for that one."""
+        """Begin the swap, or join the newest one if it is to the same release. Wait for the end."""
         if self._newest is None or self._newest.folder != swap.folder:
             self._newest = swap
             self._unfinished[swap] = asyncio.create_task(self._run(swap))
