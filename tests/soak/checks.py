@@ -57,7 +57,8 @@ def check(stack: StackUnderFire) -> None:
     for folder in stack.whole_releases():
         reasons = verify_release(folder)
         assert not reasons, f"{folder.name} is not whole: {reasons}"
-    until(lambda: not _leftovers(stack), 10, lambda: f"nothing is left over: {_leftovers(stack)}")
+    # The newest job may have ended while its runner was stopped, which `up` sees after 8 s.
+    until(lambda: not _leftovers(stack), 60, lambda: f"nothing is left over: {_leftovers(stack)}")
 
 
 @dataclass(frozen=True)
