@@ -65,7 +65,7 @@ ELSEWHERE = (
     "Explain what a mortgage is to a teenager.",
     "Which planet is the largest?",
     "Write a polite refusal of a dinner invitation.",
-    "How do I boil an egg?",
+    "How do I fold a paper boat?",
     "What does the word 'brittle' mean?",
     "Name two rivers in Africa.",
     "Turn this into the past tense: I walk to school.",

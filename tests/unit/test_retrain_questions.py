@@ -29,6 +29,7 @@ def test_the_package_has_prompts_of_many_kinds() -> None:
     assert 36 <= measured.total() <= 60 and len(measured) >= 6
     assert min(trained.values()) >= 8 and min(measured.values()) >= 6
     assert not trained.keys() & measured.keys()
+    assert len({anchor.prompt.casefold() for anchor in anchors}) == len(anchors)
 
 
 ANCHOR = {"kind": "poem", "measured": True, "prompt": "Write a haiku about snow."}
