@@ -57,7 +57,7 @@ def check(stack: StackUnderFire) -> None:
     for folder in stack.whole_releases():
         reasons = verify_release(folder)
         assert not reasons, f"{folder.name} is not whole: {reasons}"
-    # The newest job may have ended while its runner was stopped, which `up` sees after 8 s.
+    # A job may end while its runner is stopped. `up` starts another after 8 s, which tidies up.
     until(lambda: not _leftovers(stack), 60, lambda: f"nothing is left over: {_leftovers(stack)}")
 
 

@@ -56,7 +56,7 @@ class Plan:
         name = f"seed {seed}, round {number}"
         choice = random.Random(name)
         shots = tuple(_shot(choice) for _ in range(choice.choice((1, 2, 2))))
-        # The gate refuses what replaces all rows only if there were 20.
+        # The gate refuses a commit that replaces all rows only if there were at least 20.
         is_garbage = number > 1 and choice.random() < GARBAGE_SHARE
         num_commits = 1 if is_garbage else choice.choice((1, 1, 2))
         # A refused commit leaves the damaged release the newest: another round's matter.
