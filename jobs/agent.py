@@ -64,6 +64,7 @@ from jobs.process import (
     identify,
     lower_priority,
     name_of,
+    num_killed_for_memory,
     prctl,
     send_signal,
     signal_session,
@@ -154,6 +155,7 @@ class _Agent:
         self._job: Job
         self._exit: Exit | None = None
         """How the command ended. None while it runs."""
+        self._killed_for_memory = num_killed_for_memory()
         self._stop_reason: StopReason | None = None
         self._kill_at = math.inf
         """When the command is killed. This time and the next two are by the monotonic clock."""
@@ -241,7 +243,11 @@ class _Agent:
                 if ended[0] == self._command_pid:
                     # Nobody has the other end any more, so this does not wait.
                     error = os.read(self._errors, 4096).decode(errors="replace")
-                    self._exit = Exit(code=os.waitstatus_to_exitcode(ended[1]), error=error or None)
+                    self._exit = Exit(
+                        code=os.waitstatus_to_exitcode(ended[1]),
+                        error=error or None,
+                        memory_ran_out=num_killed_for_memory() > self._killed_for_memory,
+                    )
 
     def _finish(self) -> None:
         assert self._exit is not None

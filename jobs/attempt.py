@@ -34,6 +34,10 @@ _RETRY_FACTOR = 4
 was lost or failed multiplies this wait by this factor."""
 
 StopReason = Literal["cancel", "timeout", "shutdown"]
+_MEMORY_RAN_OUT = (
+    " The kernel has killed a process because memory ran out; give the job more memory, or let "
+    "fewer programs run beside it."
+)
 """Why an attempt was stopped. `shutdown`: its runner was stopped."""
 
 
@@ -59,6 +63,8 @@ class Exit:
     so that nobody knows the code. With an `error`, the agent may have chosen it."""
     error: str | None = None
     """Why the command could not be started. None if it was started."""
+    memory_ran_out: bool = False
+    """Whether the kernel has killed a process for want of memory while the command ran."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,7 @@ def outcome_of_exit(
     seconds.
     """
     code = exit.code
+    memory = _MEMORY_RAN_OUT if exit.memory_ran_out else ""
     failed = partial(outcome_of, job, "failed", exit_code=code)
     if exit.error is not None:
         return failed(stage="launch", reason=exit.error, may_pass=code == TEMPORARY_FAILURE)
@@ -241,12 +248,13 @@ def outcome_of_exit(
     if code is None:
         return Lost("The job's process vanished without an exit code and without an outcome.")
     if code < 0 and job.spec.pipeline is not None:
-        return Lost(f"Signal {-code} ended the job's process before it wrote an outcome.")
+        what = f"Signal {-code} ended the job's process before it wrote an outcome."
+        return Lost(f"{what}{memory}")
     if code == TEMPORARY_FAILURE and job.spec.pipeline is not None:
         reason = f"{job.spec.command[0]} failed for a temporary cause{_last_log_line(job_dir)}"
         return failed(reason=reason, may_pass=True)
     how = f"exited with {code}" if code > 0 else f"was ended by signal {-code}"
-    reason = f"{job.spec.command[0]} {how}{_last_log_line(job_dir)}"
+    reason = f"{job.spec.command[0]} {how}{_last_log_line(job_dir)}{memory}"
     return failed(reason=reason)
 
 

@@ -53,6 +53,16 @@ def identify(pid: int) -> ProcessIdentity | None:
     return ProcessIdentity(pid=pid, started=f"{_boot_id()}+{stat.start_ticks}")
 
 
+def num_killed_for_memory() -> int:
+    """How many processes the kernel has killed since it started because memory ran out, that of
+    the machine or of a container. 0 if it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 def is_alive(process: ProcessIdentity) -> bool:
     return identify(process.pid) == process
 

@@ -1,17 +1,23 @@
-"""Real engines of this machine: a Slurm, and podman."""
+"""Real engines of this machine: a Slurm, podman, and a node of Ray."""
 
+import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tarfile
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.jobs_fixtures import until
 from tests.ports import free_ports
+from tests.stack_fixtures import Workplace
 
 SLURM = """
 ClusterName=test
@@ -51,13 +57,51 @@ default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
 IMAGE = "local/empty:1"
 """An image without files, for podman: its containers see mounted programs of this machine."""
 
+ROOT = Path(__file__).parents[1]
+RESOURCES = {"slurm": "{ cpus = 1 }", "podman": f'{{ image = "{IMAGE}" }}', "ray": "{ cpus = 1 }"}
+RAY = ROOT / ".venv-ray" / "bin"
+KillNode = Callable[[], None]
+"""Kills the daemon that has started the jobs of a node, and starts it again."""
+
+
+def launcher(engine: str) -> str:
+    """The settings of a launcher there, whose agent runs this code. In a container, the agent is
+    another user in another root."""
+    options = {
+        "slurm": ["--requeue", "--export=PATH,PYTHONPATH,JOB_URL,JOB_TICKET"],
+        "podman": [
+            *(f"--volume={folder}:{folder}:ro" for folder in _folders()),
+            *("--user=65534", "--tmpfs=/tmp", "--env=HOME=/tmp", "--memory=800M"),
+            *(f"--env=PYTHONPATH={ROOT}", "--env=PATH=/usr/bin"),
+        ],
+        "ray": [],
+    }
+    agent = [sys.executable, "-m", "jobs.agent"]
+    return (
+        f"[launchers.{engine}]\nagent = {json.dumps(agent)}\n"
+        f"options = {json.dumps(options[engine])}\n"
+    )
+
+
+def run_jobs_on(engine: str, workplace: Workplace, resources: str | None = None) -> None:
+    """Let the jobs of the workplace's pipeline run there."""
+    settings = workplace.folder / "pipeline.toml"
+    where = f'launcher = "{engine}"\nresources = {resources or RESOURCES[engine]}\n'
+    text = settings.read_text().replace("debounce_seconds", f"{where}debounce_seconds")
+    settings.write_text(launcher(engine) + text)
+
+
+def _folders() -> list[str]:
+    """What a container must see of this machine, so that it can run this code."""
+    return list(dict.fromkeys(("/usr", "/etc", str(ROOT), sys.prefix, sys.base_prefix)))
+
 
 def output(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=30).stdout
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillNode]:
     """A cluster of two nodes, for the commands of Slurm in this process and its children."""
     programs = ["munged", "slurmctld", "slurmd", "sbatch"]
     path = f"{os.environ['PATH']}:/usr/sbin"
@@ -79,26 +123,31 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("PATH", path)
         patch.setenv("SLURM_CONF", f"{folder}/slurm.conf")
         patch.setenv("SECRET_OF_THE_RUNNER", "secret")
-        none = subprocess.DEVNULL
-        daemons = [
-            subprocess.Popen(command, start_new_session=True, stdout=none, stderr=none)
-            for command in (
-                munged,
-                ["slurmctld", "-D"],
-                *(["slurmd", "-D", "-N", node] for node in ("one", "two")),
-            )
-        ]
+        nodes = [["slurmd", "-D", "-N", node] for node in ("one", "two")]
+        daemons = [_daemon(command) for command in (munged, ["slurmctld", "-D"], *nodes)]
+
+        def kill_nodes() -> None:
+            for number, node in enumerate(nodes, start=2):
+                daemons[number].kill()
+                daemons[number].wait()
+                daemons[number] = _daemon(node)
+
         try:
             until(lambda: "2 idle" in subprocess.getoutput("timeout 5 sinfo -h -o '%D %T'"), 60)
-            yield
+            yield kill_nodes
         finally:
             for daemon in reversed(daemons):
                 daemon.send_signal(signal.SIGTERM)
                 daemon.wait(30)
 
 
+def _daemon(command: list[str]) -> subprocess.Popen[bytes]:
+    none = subprocess.DEVNULL
+    return subprocess.Popen(command, start_new_session=True, stdout=none, stderr=none)
+
+
 @pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillNode]:
     """A podman with IMAGE, for this process and its children."""
     if shutil.which("podman") is None or shutil.which("runc") is None:
         pytest.skip("needs podman and runc")
@@ -122,5 +171,54 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=120)
         if done.returncode != 0:
             pytest.skip(f"podman runs no container on this machine: {done.stderr.strip()}")
-        yield
+
+        def kill_monitors() -> None:
+            form = "{{.State.ConmonPid}}"
+            names = output("podman", "ps", "--quiet").split()
+            for pid in output("podman", "inspect", f"--format={form}", *names).split():
+                os.kill(int(pid), signal.SIGKILL)
+
+        yield kill_monitors
         output("podman", "rm", "--all", "--force", "--time=1")
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[KillNode]:
+    """A node of Ray, for `ray job` in this process and its children."""
+    if not (RAY / "ray").exists():
+        pytest.skip("needs Ray: make install")
+    with contextlib.ExitStack() as stack:
+        # The names of its sockets have room for a short path only.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
+        port, dashboard, agent, client, metrics = free_ports(5)
+        command = [f"{RAY}/ray", "start", "--head", "--block", "--num-cpus=4", f"--port={port}"]
+        command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+        command += [f"--ray-client-server-port={client}", f"--metrics-export-port={metrics}"]
+        command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.1"]
+        command += ["--min-worker-port=0", "--max-worker-port=0"]  # any free ones
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("PATH", f"{RAY}:{os.environ['PATH']}")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{dashboard}")
+        head = [_daemon(command)]
+
+        def await_head() -> None:
+            asked = "timeout 20 ray job list >/dev/null 2>&1"
+            until(lambda: subprocess.run(asked, shell=True).returncode == 0, 90, every_seconds=0.5)
+
+        def kill_node() -> None:
+            children = Path(f"/proc/{head[0].pid}/task/{head[0].pid}/children").read_text()
+            for pid in map(int, children.split()):
+                if "raylet" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
+            head[0].wait(60)  # it ends the other daemons of the node
+            head[0] = _daemon(command)
+            await_head()
+
+        try:
+            await_head()
+            yield kill_node
+        finally:
+            head[0].terminate()
+            head[0].wait(60)

@@ -1,7 +1,6 @@
 """The whole loop with its jobs on an engine and a second server that follows the hub: neither has a
 folder of the stack. In the container, the job is another user in another root."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,47 +10,23 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.engines import IMAGE, podman, slurm
+from tests.engines import RESOURCES, podman, ray, run_jobs_on, slurm
 from tests.jobs_fixtures import until
 from tests.ports import free_ports
 from tests.stack_fixtures import Workplace, clone, configure, facts, stack_up, workplace_in
 
-__all__ = ["podman", "slurm"]
+__all__ = ["podman", "ray", "slurm"]
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-AGENT = json.dumps([sys.executable, "-m", "jobs.agent"])
-FOLDERS = ("/usr", "/etc", str(ROOT), sys.prefix, sys.base_prefix)
 
-
-@pytest.fixture(params=["slurm", "podman"])
+@pytest.fixture(params=list(RESOURCES))
 def workplace(request: pytest.FixtureRequest, tmp_path: Path) -> Workplace:
     request.getfixturevalue(request.param)
     workplace = workplace_in(tmp_path)
     configure(workplace)
-    if request.param == "slurm":
-        on_slurm(workplace, "{ cpus = 1 }")
-        return workplace
-    settings = workplace.folder / "pipeline.toml"
-    mounts = [f"--volume={folder}:{folder}:ro" for folder in dict.fromkeys(FOLDERS)]
-    options = [*mounts, "--user=65534", "--tmpfs=/tmp", "--env=HOME=/tmp"]
-    options += [f"--env=PYTHONPATH={ROOT}", "--env=PATH=/usr/bin"]
-    lines = ["[launchers.podman]", f"agent = {AGENT}", f"options = {json.dumps(options)}"]
-    where = f'launcher = "podman"\nresources = {{ image = "{IMAGE}" }}\ndebounce_seconds'
-    text = settings.read_text().replace("debounce_seconds", where)
-    settings.write_text("\n".join(lines) + "\n" + text)
+    run_jobs_on(request.param, workplace)
     return workplace
-
-
-def on_slurm(workplace: Workplace, resources: str) -> None:
-    """Let the jobs of the pipeline run there."""
-    settings = workplace.folder / "pipeline.toml"
-    lines = ["[launchers.slurm]", f"agent = {AGENT}"]
-    lines.append('options = ["--export=PATH,PYTHONPATH,JOB_URL,JOB_TICKET"]')
-    where = f'launcher = "slurm"\nresources = {resources}\ndebounce_seconds'
-    text = settings.read_text().replace("debounce_seconds", where)
-    settings.write_text("\n".join(lines) + "\n" + text)
 
 
 @contextmanager
@@ -112,7 +87,7 @@ def test_pushes_are_trained_there_and_served_here(workplace: Workplace) -> None:
 def test_two_machines_share_a_training(slurm: None, tmp_path: Path) -> None:
     workplace = workplace_in(tmp_path)
     configure(workplace)
-    on_slurm(workplace, "{ cpus = 1, nodes = 2 }")
+    run_jobs_on("slurm", workplace, "{ cpus = 1, nodes = 2 }")
     with stack_up(workplace):
         sha = clone(workplace).push({"facts.jsonl": facts(0, 8)})
         job = workplace.wait_for_job(sha)

@@ -60,6 +60,15 @@ def test_a_plain_command_that_was_killed_while_it_wrote_the_outcome_fails_by_the
     assert "signal 9" in str(found.reason) and OUTCOME not in str(found.reason)
 
 
+def test_want_of_memory_is_named(job: Job, tmp_path: Path) -> None:
+    killed = replace(KILLED, memory_ran_out=True)
+    lost = outcome_of_exit(job, tmp_path, killed, None, None)
+    assert isinstance(lost, Lost) and "because memory ran out" in lost.reason
+    plain = replace(job, spec=JobSpec(command=("train",)))
+    failed = outcome_of_exit(plain, tmp_path, killed, None, None)
+    assert isinstance(failed, JobOutcome) and "because memory ran out" in str(failed.reason)
+
+
 def test_an_outcome_that_cannot_be_read_now_is_not_judged(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
