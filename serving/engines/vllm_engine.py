@@ -285,7 +285,8 @@ async def _started(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
     # vLLM, torch and the operating system raise many kinds of errors here.
     except Exception as error:
         reason = first_line(error)
-        raise ReleaseError(f"vLLM does not start on {folder.name}: {reason}") from error
+        message = f"vLLM does not start on {folder.name}: {reason}; the server's log has more"
+        raise ReleaseError(message) from error
 
 
 def _shut_down_late(starting: "asyncio.Future[AsyncLLM]") -> None:

@@ -111,7 +111,8 @@ def submitted(engine: Engine, preset: str, resources: Resources) -> tuple[str, d
         (
             "docker",
             {"nodes", "queue", "timeout_seconds"},
-            f"run --detach --name={NAME} --pull=never --entrypoint= --network=host --env=JOB_URL "
+            f"run --detach --name={NAME} --pull=never --entrypoint= --network=host "
+            "--shm-size=1g --env=JOB_URL "
             f"--env=JOB_TICKET --cpus=2 --memory=16G --gpus=1 me/image {AGENT}",
         ),
         ("kubernetes", {"nodes", "queue"}, "create --filename=manifest"),
