@@ -44,17 +44,6 @@ def test_a_replay_keeps_the_id_and_a_forced_one_names_the_old(
     assert hub.request("GET", path).json()["delivery"]["replay_of"] is None
 
 
-def test_what_is_not_there_cannot_be_replayed_or_shown(hub: RunningHub, told: str) -> None:
-    base = "/api/settings"
-    for method, path in (
-        ("GET", f"{base}/deliveries/none"),
-        ("POST", f"{base}/deliveries/none/replay"),
-        ("POST", f"{base}/webhooks/none/test"),
-        ("GET", f"{base}/webhooks/none/deliveries"),
-    ):
-        assert hub.request(method, path).status_code == 404, path
-
-
 def test_all_deliveries_are_listed_newest_first(hub: RunningHub, told: str) -> None:
     other = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED).id
     hub.create_dataset("local/more")
