@@ -157,15 +157,6 @@ async def test_after_a_text_that_failed_the_engine_computes_no_other() -> None:
 
 
 @BOTH
-async def test_what_an_engine_cannot_stage_is_refused(house: House) -> None:
-    house.engine.fail["stage"] = ReleaseError("a.safetensors: tensor x: NaN", "and more")
-    result = await house.swapper.swap(house.new.id)
-    assert (result.result, result.phase) == ("refused", "stage")
-    assert result.reasons == ("a.safetensors: tensor x: NaN", "and more")
-    await house.check_old_goes_on()
-
-
-@BOTH
 async def test_a_probe_that_is_longer_than_the_engine_s_context_is_refused(house: House) -> None:
     house.engine.context = 6
     result = await house.swapper.swap(house.new.id)
