@@ -14,7 +14,6 @@ from jobs.outcome import JobOutcome
 from pipeline.retrain import data
 from serving.weights.release_store import load_release, pending_release, release_ids
 from tests.retrain_fixtures import (
-    BREAKING,
     SMALL,
     Pipeline,
     few_anchors,
@@ -183,29 +182,6 @@ def test_a_golden_question_that_is_lost_refuses(pipeline: Pipeline, tmp_path: Pa
     assert f"1 golden questions lost their expected answer: {golden}, line 1" in str(refused.reason)
 
 
-def test_the_base_models_answers_are_kept_out_of_training_and_measured(
-    first: tuple[Path, JobOutcome], tmp_path: Path
-) -> None:
-    (base,) = (first[0] / "releases/facts").glob("r*")
-    anchors = {"anchors": few_anchors(tmp_path)}
-    pipeline = Pipeline(
-        tmp_path / "home", base_model=str(base), train=TRAIN | anchors | {"lora_rank": 0}
-    )
-    outcome = pipeline.learn({"a.jsonl": jsonl(unrelated(3, 60))}, gate={"max_base_drift": 1.0})
-    counts = learned(outcome)
-    assert counts.learned == 3
-    assert counts.base_agreement is not None and 0 <= counts.base_agreement <= 1
-    assert " · base " in str(counts)
-    assert len(list((pipeline.home / "bases/answers").glob("anchors-*.pt"))) == 1
-    ruinous = {"lora_rank": 0, "learning_rate": 0.5, "anchor_ratio": 0.0, "max_tokens": 1_000}
-    absurd = TRAIN | anchors | ruinous
-    drifted = pipeline.learn(
-        {"a.jsonl": jsonl(unrelated(6, 60))}, train=absurd, gate={"min_learned": 0.0}
-    )
-    assert drifted.result == "rejected"
-    assert "drifted from the base model's" in str(drifted.reason)
-
-
 def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
     first: tuple[Path, JobOutcome], tmp_path: Path
 ) -> None:
@@ -250,17 +226,3 @@ def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
 
 def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:
     assert "36 of 40 rows known before were deleted" in refusal(pipeline, ROWS[::10])
-
-
-def test_the_first_release_is_measured_against_its_base(
-    first: tuple[Path, JobOutcome], tmp_path: Path
-) -> None:
-    (base,) = (first[0] / "releases/facts").glob("r*")
-    train = BREAKING | {"max_length": 64, "anchors": few_anchors(tmp_path), "lora_rank": 0}
-    pipeline = Pipeline(tmp_path, train=train, base_model=str(base))
-    outcome = pipeline.learn({"a.jsonl": jsonl(ROWS)})
-    assert (outcome.result, outcome.release) == ("rejected", None)
-    evaluation = record(pipeline, outcome, "evaluation")
-    assert evaluation["against"] == str(base)
-    assert evaluation["counts"]["learned_before"] > 30
-    assert release_ids(pipeline.dir) == []

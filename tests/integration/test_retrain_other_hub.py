@@ -74,14 +74,6 @@ def test_a_token_that_is_wrong_or_was_revoked_is_named(
         assert token not in str(caught.value)
 
 
-def test_without_a_token_none_is_sent(
-    elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", elsewhere.hub.token)  # as a job has the stack's
-    with pytest.raises(SnapshotError, match=r"there is none: set HF_TOKEN .* `hf auth login`"):
-        reader(elsewhere, tmp_path, False).head("refs/heads/main")
-
-
 def test_a_hub_that_is_overloaded_is_left_to_the_next_attempt(
     elsewhere: Elsewhere, tmp_path: Path
 ) -> None:
@@ -114,6 +106,7 @@ def test_a_job_sends_the_users_token_to_the_other_hub_and_never_the_stacks(
     elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, login: str | None
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", elsewhere.hub.token)  # as a job has the stack's
     if login is not None:
         (tmp_path / "token").write_text(login)
     spec = JobSpec(
