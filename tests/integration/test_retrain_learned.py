@@ -14,6 +14,7 @@ from jobs.outcome import JobOutcome
 from pipeline.retrain import data
 from serving.weights.release_store import load_release, pending_release, release_ids
 from tests.retrain_fixtures import (
+    BREAKING,
     SMALL,
     Pipeline,
     few_anchors,
@@ -226,3 +227,17 @@ def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
 
 def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:
     assert "36 of 40 rows known before were deleted" in refusal(pipeline, ROWS[::10])
+
+
+def test_the_first_release_is_measured_against_its_base(
+    first: tuple[Path, JobOutcome], tmp_path: Path
+) -> None:
+    (base,) = (first[0] / "releases/facts").glob("r*")
+    train = BREAKING | {"max_length": 64, "anchors": few_anchors(tmp_path), "lora_rank": 0}
+    pipeline = Pipeline(tmp_path, train=train, base_model=str(base))
+    outcome = pipeline.learn({"a.jsonl": jsonl(ROWS)})
+    assert (outcome.result, outcome.release) == ("rejected", None)
+    evaluation = record(pipeline, outcome, "evaluation")
+    assert evaluation["against"] == str(base)
+    assert evaluation["counts"]["learned_before"] > 30
+    assert release_ids(pipeline.dir) == []
