@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request, Response
 
 from pipeline.retrain.errors import PromoteError, SwapMaySucceedLater, TemporaryError
 from pipeline.retrain.run import Promotion, promote
-from serving.errors import Superseded
 from serving.swap_schemas import SwapRequest, SwapResult, SwapResultName
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
 from tests.serving_fixtures import running
@@ -65,18 +64,6 @@ def test_a_release_is_marked_then_asked_for_with_the_token_and_promoted(tmp_path
         found = ask(tmp_path, f"{url}/")
     assert found[0] == "promoted"
     assert (marked, tokens) == ([RELEASE], ["Bearer secret"])
-
-
-def test_a_release_that_follows_another_one_than_the_chosen_one_is_not_asked_for(
-    tmp_path: Path,
-) -> None:
-    set_current(tmp_path, "r000002-0123abcd")
-    with (
-        server(lambda: pytest.fail("the server was asked")) as (url, asked_with),
-        pytest.raises(Superseded, match="r000002-0123abcd was chosen meanwhile"),
-    ):
-        ask(tmp_path, url, instead_of=(EARLIER, RELEASE))
-    assert (asked_with, pending_release(tmp_path)) == ([], None)
 
 
 def test_a_newer_release_supersedes(tmp_path: Path) -> None:

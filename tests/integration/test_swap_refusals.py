@@ -183,21 +183,6 @@ async def test_an_engine_in_trouble_fails_the_swap_and_the_barrier_opens(
     await house.check_old_goes_on()
 
 
-@BOTH
-async def test_a_disk_that_cannot_take_the_link_fails_the_swap(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(release_store, "set_current", full)
-        result = await house.swapper.swap(house.new.id)
-    assert result.result == "failed" and "No space left" in result.reasons[0]
-    await house.check_old_goes_on()
-
-
 async def test_a_release_that_cannot_be_read_to_its_end_fails_the_swap(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
