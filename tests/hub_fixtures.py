@@ -138,16 +138,14 @@ def git_env(url: str, token: str) -> dict[str, str]:
     return env
 
 
-def run_git(
-    *arguments: str, cwd: Path, env: dict[str, str], check: bool = True, stdin: str = ""
-) -> str:
+def run_git(*arguments: str, cwd: Path, env: dict[str, str], check: bool = True) -> str:
     """What git printed, both streams; an AssertionError with it where git failed."""
     done = subprocess.run(
         ["git", *arguments],
         cwd=cwd,
         env=env,
-        input=stdin,
         text=True,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=120,

@@ -189,13 +189,10 @@ def until(ask: Callable[[], T | None], seconds: float = 30.0, *, every_seconds: 
     return answer
 
 
-def pids_in(
-    log: Path, count: int = 1, *, meanwhile: Callable[[], None] = lambda: None
-) -> list[int]:
+def pids_in(log: Path, count: int = 1) -> list[int]:
     """The process ids that a job of `tests.jobs_program` wrote, once there are `count`."""
 
     def read() -> list[int]:
-        meanwhile()
         lines = log.read_text().splitlines() if log.exists() else []
         pids = [int(line.split()[1]) for line in lines if line.startswith("pid ")]
         return pids if len(pids) >= count else []

@@ -110,3 +110,7 @@ def flip_a_bit(folder: Path) -> None:
 
 def lose_the_manifest(folder: Path) -> None:
     (folder / "release.json").write_text("{}")
+
+
+def lose_a_shard(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()

@@ -131,12 +131,6 @@ def test_the_log_arrives_while_the_job_runs_and_a_cancelled_job_ends(running: Si
     until(lambda: is_gone(pid))
 
 
-def test_how_a_command_failed_is_told(running: Site) -> None:
-    job = running.submit("wait_for", "/", "3", pipeline=None)
-    outcome = running.ended(job).outcome
-    assert outcome is not None and (outcome.result, outcome.exit_code) == ("failed", 3)
-
-
 def test_an_agent_that_is_killed_is_replaced_and_its_engine_says_why(running: Site) -> None:
     job = running.submit("wait_for", "go", "0")
     pids_in(running.log(job))

@@ -145,12 +145,6 @@ def test_who_moves_a_repository_is_told_which_webhooks_stay_behind(hub: RunningH
         api.delete_webhook(id)
 
 
-def test_who_asks_is_told(hub: RunningHub) -> None:
-    me = hub.api.whoami()
-    assert (me["type"], me["name"], me["fullname"]) == ("user", "Ada", "Ada")
-    assert me["auth"]["accessToken"] == {"displayName": "hub", "role": "write"}
-
-
 def test_what_is_missing_does_not_exist(hub: RunningHub, tmp_path: Path) -> None:
     api = hub.api
     pushed(hub, "Ada/there", tmp_path / "there", rows_txt="1")

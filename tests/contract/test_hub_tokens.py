@@ -1,5 +1,5 @@
-"""What each kind of token may do: the hub's own, for reading, for writing;
-and that without one nothing may be read."""
+"""What each kind of token may do: the hub's own, for reading, for writing. That without one nothing
+may be read: property/test_hub_routes.py."""
 
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
 
 from tests.hub_fixtures import RunningHub, commit_file, push_file, running_hub
 
@@ -147,12 +147,3 @@ def test_a_revoked_token_is_refused_and_no_token_is_stored(hub: RunningHub) -> N
     assert hub.request("DELETE", "/api/settings/tokens/brief").status_code == 404
     for wrong in (f"{token}x", token[:-1], token.upper(), "hf_", "x" * 10_000):
         assert status(hub, "GET", "/api/datasets/local/shown", wrong) == 401
-
-
-def test_without_a_token_nothing_is_read(hub: RunningHub) -> None:
-    """Each route: property/test_hub_routes.py; git: integration/test_hub_git.py."""
-    stranger = HfApi(endpoint=hub.url, token=False)
-    assert not stranger.repo_exists("local/shown", **DATASET)
-    with pytest.raises(RepositoryNotFoundError, match="This hub needs a token") as refused:
-        stranger.dataset_info("local/shown")
-    assert refused.value.response.status_code == 401

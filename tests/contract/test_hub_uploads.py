@@ -14,11 +14,9 @@ from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationCopy,
     CommitOperationDelete,
-    CommitScheduler,
     HfFileSystem,
     constants,
 )
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from tests.hub_fixtures import recording_receiver
 from tests.uploads_fixtures import LARGE, ROW, Repo, files, hub, repo
@@ -98,18 +96,6 @@ def test_upload_folder_of_many_files(repo: Repo) -> None:
     assert repo.head == head
     assert repo.paths() == {f"f{number}.txt" for number in range(600)}
     assert repo.read("f599.txt") == b"599"
-
-
-def test_commit_scheduler(repo: Repo) -> None:
-    rows = files(repo.scratch / "in", rows_jsonl=ROW) / "rows.jsonl"
-    with CommitScheduler(
-        folder_path=rows.parent, every=60, hf_api=repo.api, squash_history=False, **repo.on
-    ) as scheduler:
-        scheduler.trigger().result()
-        assert repo.read("rows.jsonl") == ROW
-        with scheduler.lock, rows.open("ab") as file:
-            file.write(ROW)
-    assert repo.read("rows.jsonl") == ROW * 2
 
 
 def test_create_commit(repo: Repo) -> None:
@@ -258,26 +244,6 @@ print(json.dumps([made.pr_num, asked.num_rows]))
     assert len(shards) == 3
     assert "small/test-00000-of-00001.parquet" in repo.large()
     repo.check_transport()
-
-
-def test_uploads_that_are_refused(repo: Repo) -> None:
-    head = repo.head
-    none = {**repo.on, "repo_id": "local/none"}
-    folder = files(repo.scratch / "in", a_txt=b"a", b_bin=LARGE)
-    for upload in (
-        lambda: repo.api.upload_file(path_or_fileobj=ROW, path_in_repo="a.jsonl", **none),
-        lambda: repo.api.upload_file(path_or_fileobj=LARGE, path_in_repo="b.bin", **none),
-        lambda: repo.api.upload_folder(folder_path=folder, **none),
-        lambda: repo.api.delete_file(path_in_repo="a.txt", **none),
-    ):
-        with pytest.raises(RepositoryNotFoundError):
-            upload()
-    with pytest.raises(RevisionNotFoundError):
-        repo.api.upload_folder(folder_path=folder, revision="none", **repo.on)
-    wrong = b"---\ntags: [one\n---\n# Facts\n"
-    with pytest.raises(ValueError, match=r"Invalid metadata in README.md.\n.*no YAML"):
-        repo.api.upload_file(path_or_fileobj=wrong, path_in_repo="README.md", **repo.on)
-    assert repo.head == head
 
 
 def test_git_lfs(repo: Repo) -> None:

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from serving.errors import NotEnoughSpace, ReleaseError
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release, digest_file, files_digest, read_index
-from serving.weights.release_store import list_releases, load_release
-from serving.weights.shards import read_tensors
+from serving.weights.release_store import load_release
 from serving.weights.verify import check_network, verify_release
 from tests.serving_fixtures import save_config, tiny_llama
 
@@ -64,33 +63,6 @@ def test_a_save_pretrained_folder_is_published(tmp_path: Path, tied: bool) -> No
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor)
-
-
-def test_a_single_shard_gets_an_index_too(tmp_path: Path) -> None:
-    source = tmp_path / "checkpoint"
-    tiny_llama().save_pretrained(source)
-    release = publish_folder(tmp_path / "releases" / "answers", source)
-    folder = tmp_path / "releases" / "answers" / release.id
-    index = read_index(folder)
-    assert index is not None and set(index.weight_map.values()) == {"model.safetensors"}
-    AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_digests_of_equal_tensors_are_equal_whatever_the_shards(tmp_path: Path) -> None:
-    folder, first = published(tmp_path)
-    weight_map = {name: entry.file for name, entry in first.tensors.items()}
-    assert len(set(weight_map.values())) > 1
-    second = publish_state_dict(
-        tmp_path / "releases" / "answers", read_tensors(folder, weight_map), files_dir=folder
-    )
-    assert len({entry.file for entry in second.tensors.values()}) == 1
-    assert {n: e.digest for n, e in second.tensors.items()} == {
-        n: e.digest for n, e in first.tensors.items()
-    }
-    assert [each.id[:7] for each in list_releases(tmp_path / "releases" / "answers")] == [
-        "r000001",
-        "r000002",
-    ]
 
 
 def truncate(path: Path) -> None:
@@ -217,12 +189,3 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path, missing: str)
     (source / missing).unlink()
     with pytest.raises(ReleaseError, match=r"config\.json|no weights"):
         publish_folder(tmp_path / "releases" / "answers", source)
-
-
-def test_a_config_that_names_no_architecture_is_not_judged(tmp_path: Path) -> None:
-    source = tmp_path / "checkpoint"
-    tiny_llama().save_pretrained(source)
-    config = json.loads((source / "config.json").read_text())
-    unknown = {**config, "architectures": None, "model_type": "invented"}
-    (source / "config.json").write_text(json.dumps(unknown))
-    assert publish_folder(tmp_path / "releases" / "answers", source).tensors

@@ -63,10 +63,6 @@ def push(hub: RunningHub, clone: Path, files: dict[str, str], branch: str = "mai
 GOOD = '{"prompt": "a", "completion": "b"}\n'
 
 
-def test_a_good_push_is_told_nothing(hub: RunningHub, clone: Path) -> None:
-    assert push(hub, clone, {"good.jsonl": GOOD}) == []
-
-
 def test_an_unexpected_error_of_the_check_does_not_refuse_the_push(
     hub: RunningHub, clone: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,19 +155,6 @@ def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> Non
     hub.git("remote", "add", "origin", hub.create_dataset("local/SPELLED"), cwd=tmp_path)
     told = push(hub, tmp_path, {"rows.jsonl": GOOD}, branch="other")
     assert told == ["No pipeline follows the branch 'other'; pipelines follow main."]
-
-
-def test_a_pull_request_is_told_too(hub: RunningHub, clone: Path) -> None:
-    body = (
-        b'{"key": "header", "value": {"summary": "x"}}\n'
-        + json.dumps(
-            {"key": "file", "value": {"path": "pr.jsonl", "content": "e25vIGpzb24="}}
-        ).encode()
-    )
-    url = "/api/datasets/local/facts/commit/main?create_pr=1"
-    told = hub.request("POST", url, content=body).headers["X-HF-Warning"]
-    assert "pr.jsonl, line 1" in told
-    assert "No pipeline follows" not in told
 
 
 def test_each_way_to_read_the_branch_is_checked(hub: RunningHub, tmp_path: Path) -> None:

@@ -18,21 +18,6 @@ from tests.ports import free_port
 from tests.receiver_payloads import dataset_update
 from tests.receiver_scripts import ROOT, on_port, running
 
-# As the guide of huggingface_hub has it; only the import line differs.
-SCRIPT = """
-from receiver.server import webhook_endpoint, WebhookPayload
-
-@webhook_endpoint
-async def trigger_training(payload: WebhookPayload):
-    if payload.repo.type == "dataset" and payload.event.action == "update":
-        # Trigger a training job if a dataset is updated
-        return {"training": payload.repo.name}
-
-@webhook_endpoint("/goodbye")
-async def goodbye(payload: WebhookPayload, request: Request):
-    return {"message": "goodbye", "id": request.headers["webhook-id"]}
-"""
-
 # What fails in an exit handler: worker threads, name resolution, an asynchronous client.
 ASYNC_SCRIPT = """
 import asyncio, os, threading
@@ -95,8 +80,7 @@ def test_the_end_of_the_script_starts_the_server(tmp_path: Path, python: str) ->
 
 
 def test_launch_in_the_script_starts_it_once(tmp_path: Path) -> None:
-    code = SCRIPT.replace("WebhookPayload\n", "WebhookPayload\nfrom fastapi import Request\n", 1)
-    code += "\ntrigger_training.launch(server_port=0)\nprint('after', flush=True)\n"
+    code = f"{SLOW_SCRIPT}\nslow.launch(server_port=0)\nprint('after', flush=True)\n"
     with running(tmp_path, code) as (url, _, process):
         assert httpx.get(url).status_code == 200
         process.send_signal(signal.SIGINT)

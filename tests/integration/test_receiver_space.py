@@ -18,20 +18,6 @@ from pipeline.cli.main import app
 from pipeline.tokens import Tokens, load_tokens
 from tests.hub_fixtures import RunningHub, running_hub
 
-APP = """
-import receiver
-from receiver import WebhookPayload, WebhooksServer
-
-app = WebhooksServer()
-
-@app.add_webhook("/say_hello")
-async def hello(payload: WebhookPayload):
-    return {"hello": payload.repo.name, "package": receiver.__file__}
-
-app.launch()
-"""
-
-
 OTHERS = ("PIPELINE_", "HF_", "GRADIO_", "SPACE_")
 """How variables begin that the command would read."""
 
@@ -122,7 +108,7 @@ def test_what_is_missing_is_said(stack: Stack, tmp_path: Path) -> None:
     (empty / "secrets").write_text("OTHER=1\n")
     printed = stack.run("deploy", "ada/x", "--secret-file", str(empty / "secrets"), code=1)
     assert "has no line WEBHOOK_SECRET=VALUE" in printed
-    (empty / "app.py").write_text(APP)
+    (empty / "app.py").touch()
     elsewhere = ("--endpoint", stack.hub.url)
     printed = stack.run("deploy", "ada/x", *elsewhere, code=1, HF_TOKEN="hf_wrong")
     assert "refused the token (401" in printed and "that may do this" in printed

@@ -21,6 +21,7 @@ from tests.retrain_fixtures import (
     tiny_preset,
     two_releases,
 )
+from tests.swap_fixtures import lose_a_shard
 
 __all__ = ["on_its_second_release", "tiny_preset", "two_releases"]
 
@@ -44,10 +45,6 @@ def retrain(pipeline: Pipeline, number: int, **settings: object) -> run.JobOutco
     folder = pipeline.job(pipeline.commit(ROWS[number]), **settings)
     (folder / "snapshot.json").unlink()
     return pipeline.run(folder)
-
-
-def lose_a_shard(folder: Path) -> None:
-    next(folder.glob("*.safetensors")).unlink()
 
 
 def truncate_a_shard(folder: Path) -> None:

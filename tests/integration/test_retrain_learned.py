@@ -183,29 +183,6 @@ def test_a_golden_question_that_is_lost_refuses(pipeline: Pipeline, tmp_path: Pa
     assert f"1 golden questions lost their expected answer: {golden}, line 1" in str(refused.reason)
 
 
-def test_the_base_models_answers_are_kept_out_of_training_and_measured(
-    first: tuple[Path, JobOutcome], tmp_path: Path
-) -> None:
-    (base,) = (first[0] / "releases/facts").glob("r*")
-    anchors = {"anchors": few_anchors(tmp_path)}
-    pipeline = Pipeline(
-        tmp_path / "home", base_model=str(base), train=TRAIN | anchors | {"lora_rank": 0}
-    )
-    outcome = pipeline.learn({"a.jsonl": jsonl(unrelated(3, 60))}, gate={"max_base_drift": 1.0})
-    counts = learned(outcome)
-    assert counts.learned == 3
-    assert counts.base_agreement is not None and 0 <= counts.base_agreement <= 1
-    assert " · base " in str(counts)
-    assert len(list((pipeline.home / "bases/answers").glob("anchors-*.pt"))) == 1
-    ruinous = {"lora_rank": 0, "learning_rate": 0.5, "anchor_ratio": 0.0, "max_tokens": 1_000}
-    absurd = TRAIN | anchors | ruinous
-    drifted = pipeline.learn(
-        {"a.jsonl": jsonl(unrelated(6, 60))}, train=absurd, gate={"min_learned": 0.0}
-    )
-    assert drifted.result == "rejected"
-    assert "drifted from the base model's" in str(drifted.reason)
-
-
 def test_a_delta_that_drifted_too_far_is_followed_by_a_full_training(
     first: tuple[Path, JobOutcome], tmp_path: Path
 ) -> None:

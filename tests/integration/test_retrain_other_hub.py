@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.spec import JobSpec, RevisionRange
-from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.job import RetrainJob, take_snapshot
+from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.sources import OWN_TOKEN_SOURCE, DatasetHub
 from tests.hub_fixtures import RunningHub, running_hub
 
@@ -74,46 +73,12 @@ def test_a_token_that_is_wrong_or_was_revoked_is_named(
         assert token not in str(caught.value)
 
 
-def test_without_a_token_none_is_sent(
-    elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", elsewhere.hub.token)  # as a job has the stack's
-    with pytest.raises(SnapshotError, match=r"there is none: set HF_TOKEN .* `hf auth login`"):
-        reader(elsewhere, tmp_path, False).head("refs/heads/main")
-
-
-def test_a_hub_that_is_overloaded_is_left_to_the_next_attempt(
-    elsewhere: Elsewhere, tmp_path: Path
-) -> None:
-    num_refused = 0
-
-    def refusing(app: ASGIApp) -> ASGIApp:
-        async def overloaded(scope: Scope, receive: Receive, send: Send) -> None:
-            nonlocal num_refused
-            if scope["type"] == "http" and num_refused < 2 and "/revision/" in scope["path"]:
-                num_refused += 1
-                await send({"type": "http.response.start", "status": 503, "headers": []})
-                await send({"type": "http.response.body", "body": b""})
-                return
-            await app(scope, receive, send)
-
-        return overloaded
-
-    with running_hub(tmp_path / "hub", around=refusing) as hub:
-        hub.api.create_repo(DATASET, repo_type="dataset")
-        found = DatasetHub(DATASET, tmp_path / "cache", endpoint=hub.url, token=hub.token)
-        for _ in range(2):
-            with pytest.raises(HubAway):
-                take_snapshot(found, "refs/heads/main", None, None)
-        taken = take_snapshot(found, "refs/heads/main", None, None)
-        assert taken.revision.sha == hub.api.dataset_info(DATASET).sha
-
-
 @pytest.mark.parametrize("login", [None, "hf_of_the_login"])
 def test_a_job_sends_the_users_token_to_the_other_hub_and_never_the_stacks(
     elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, login: str | None
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", elsewhere.hub.token)  # as a job has the stack's
     if login is not None:
         (tmp_path / "token").write_text(login)
     spec = JobSpec(

@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request, Response
 
 from pipeline.retrain.errors import PromoteError, SwapMaySucceedLater, TemporaryError
 from pipeline.retrain.run import Promotion, promote
-from serving.errors import Superseded
 from serving.swap_schemas import SwapRequest, SwapResult, SwapResultName
 from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
 from tests.serving_fixtures import running
@@ -54,36 +53,17 @@ def asked(folder: Path, *answers: Answer, patience_seconds: float = 0.0) -> Prom
         return ask(folder, url, instead_of=instead_of, patience_seconds=patience_seconds)
 
 
-def test_a_live_release_is_promoted_with_the_token(tmp_path: Path) -> None:
-    live = SwapResult(result="live", release=RELEASE, phase="live")
-    with server(lambda: (200, live)) as (url, tokens):
-        found = ask(tmp_path, f"{url}/")
-    assert found[0] == "promoted"
-    assert tokens == ["Bearer secret"]
-
-
-def test_the_marker_is_there_before_the_server_is_asked(tmp_path: Path) -> None:
-    seen = []
+def test_a_release_is_marked_then_asked_for_with_the_token_and_promoted(tmp_path: Path) -> None:
+    marked = []
 
     def answer() -> Answer:
-        seen.append(pending_release(tmp_path))
+        marked.append(pending_release(tmp_path))
         return 200, SwapResult(result="live", release=RELEASE, phase="live")
 
-    with server(answer) as (url, _):
-        ask(tmp_path, url)
-    assert seen == [RELEASE]
-
-
-def test_a_release_that_follows_another_one_than_the_chosen_one_is_not_asked_for(
-    tmp_path: Path,
-) -> None:
-    set_current(tmp_path, "r000002-0123abcd")
-    with (
-        server(lambda: pytest.fail("the server was asked")) as (url, asked_with),
-        pytest.raises(Superseded, match="r000002-0123abcd was chosen meanwhile"),
-    ):
-        ask(tmp_path, url, instead_of=(EARLIER, RELEASE))
-    assert (asked_with, pending_release(tmp_path)) == ([], None)
+    with server(answer) as (url, tokens):
+        found = ask(tmp_path, f"{url}/")
+    assert found[0] == "promoted"
+    assert (marked, tokens) == ([RELEASE], ["Bearer secret"])
 
 
 def test_a_newer_release_supersedes(tmp_path: Path) -> None:

@@ -57,16 +57,6 @@ def test_the_next_commit_trains_from_what_was_gone_back_to(
     assert pending_release(pipeline.dir) == third.release
 
 
-def test_going_back_and_pushing_the_old_rows_again_changes_nothing(
-    on_its_second_release: Pipeline,
-) -> None:
-    pipeline = on_its_second_release
-    first, _ = release_ids(pipeline.dir)
-    serve(pipeline.dir, first)
-    assert pipeline.learn(of_places(6)).result == "unchanged"
-    assert pipeline.learn(of_places(7)).parent_release == first
-
-
 @pytest.mark.parametrize(
     "stage",
     [

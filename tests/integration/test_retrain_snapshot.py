@@ -113,6 +113,8 @@ def test_a_dataset_that_was_moved_is_compared_with_what_the_release_has_seen(
         found, "refs/heads/main", None, seen_by_a_release("local/its-old-name", seen)
     )
     assert (taken.base and taken.base.sha, taken.no_delta) == (seen, None)
+    first = take_snapshot(found, "refs/heads/main", None, None)
+    assert (first.base, first.no_delta) == (None, "there is no release to go on from")
     other = take_snapshot(
         found, "refs/heads/main", None, seen_by_a_release("local/other", "1" * 40)
     )

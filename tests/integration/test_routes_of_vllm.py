@@ -241,13 +241,3 @@ def test_a_chat_is_streamed_with_its_logprobs_and_usage(
     assert [len(choice["logprobs"]) for choice in found] == [20] * n
     assert all(len(token["top_logprobs"]) == 2 for token in found[0]["logprobs"])
     assert len({choice["content"] for choice in found}) == n
-
-
-def test_a_stop_string_ends_a_stream_as_it_ends_the_whole(http: httpx.Client) -> None:
-    body: dict[str, Any] = {"prompt": "Stop", "temperature": 0, "max_tokens": 60, "logprobs": 0}
-    body["ignore_eos"] = True
-    full = whole(http, "completions", body)["choices"][0]["text"]
-    body["stop"] = [full[20:23], "never there"]
-    expected = whole(http, "completions", body)["choices"]
-    assert expected[0]["text"] == full[: full.index(full[20:23])]
-    assert joined_completions(streamed(http, "completions", body), 1) == expected

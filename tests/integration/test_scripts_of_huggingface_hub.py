@@ -43,14 +43,6 @@ async def async_with_request(request: Request) -> None:
     return {"secret": request.headers["x-webhook-secret"]}
 
 @app.add_webhook
-def sync_with_request(request: Request) -> None:
-    return {"secret": request.headers["x-webhook-secret"]}
-
-@app.add_webhook
-async def async_alone() -> None:
-    return {"alone": True}
-
-@app.add_webhook
 def sync_alone() -> None:
     return {"alone": True}
 

@@ -76,11 +76,6 @@ def test_a_folder_that_cannot_be_served_is_told(
     assert "holds no weights" in str(refused(str(tmp_path), "--engine", "torch").exception)
 
 
-def test_an_unknown_engine_is_told_the_known_ones(refused: Callable[..., Result]) -> None:
-    result = refused("--engine", "llama")
-    assert result.exit_code == 2 and all(name in result.stderr for name in ("torch", "vllm"))
-
-
 def test_an_engine_that_is_not_installed_says_what_installs_it(
     tmp_path: Path, refused: Callable[..., Result]
 ) -> None:

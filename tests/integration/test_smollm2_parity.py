@@ -15,7 +15,8 @@ from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights.release_store import set_current
 from tests.bench.bench_swaps import pretrained
 from tests.bench.server import pipeline_dir
-from tests.serving_fixtures import ADMIN_TOKEN, echo_app, running
+from tests.contract.engine_bench import swap
+from tests.serving_fixtures import echo_app, running
 
 # The first run of a machine downloads the model.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -52,7 +53,7 @@ def test_a_trained_model_answers_as_transformers_does(tmp_path: Path) -> None:
         client.get("/health").raise_for_status()
         check(client, tokenizer, prompts, first, wanted[first])
         for release_id in (second, first):
-            swap(client, release_id)
+            assert swap(client, release_id).json()["result"] == "live"
             check(client, tokenizer, prompts, release_id, wanted[release_id])
 
 
@@ -77,15 +78,6 @@ def check(
         choice = found["choices"][0]["logprobs"]
         assert choice["tokens"] == [tokenizer.token_text(each) for each in token_ids]
         assert choice["token_logprobs"] == pytest.approx(logprobs, abs=1e-3)
-
-
-def swap(client: httpx.Client, release_id: str) -> None:
-    answer = client.post(
-        "/admin/swap",
-        json={"release": release_id},
-        headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
-    )
-    assert answer.json()["result"] == "live", answer.text
 
 
 def complete(client: httpx.Client, token_ids: tuple[int, ...], **changes: Any) -> Any:

@@ -28,7 +28,14 @@ from pipeline.stack.subscriptions import subscribe
 from pipeline.tokens import load_tokens
 from serving.engines import settings as engine_settings
 from serving.weights import release_store
-from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
+from tests.hub_fixtures import (
+    SECRET_KEY,
+    Receiver,
+    RunningHub,
+    push_file,
+    running_hub,
+    wait_until,
+)
 from tests.ports import free_ports
 from tests.serving_fixtures import echo_app, echo_release, running
 
@@ -80,29 +87,16 @@ def clone(hub: RunningHub, folder: Path) -> Path:
     return worktree
 
 
-def push(hub: RunningHub, worktree: Path) -> str:
+def push(hub: RunningHub, worktree: Path, branch: str = "main") -> str:
     """Pushes a commit that changes no row. Returns its sha."""
     hub.git("commit", "--quiet", "--allow-empty", "-m", "words", cwd=worktree)
-    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
+    hub.git("push", "--quiet", "origin", f"HEAD:refs/heads/{branch}", cwd=worktree)
     return hub.git("rev-parse", "HEAD", cwd=worktree)
 
 
 def training_on(commit: str) -> JobSpec:
     range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=commit)
     return JobSpec(command=("true",), pipeline="facts", revisions=range)
-
-
-def test_an_own_webhook_that_delivers_to_another_address_is_loud(hub: RunningHub) -> None:
-    home, settings = Home.find(), load_settings()
-    tokens = load_tokens(home.tokens_file)
-    subscribe(settings, home, tokens)
-    [own] = hub.api.list_webhooks()
-    hub.api.update_webhook(own.id, url="http://127.0.0.1:9/")
-    delivers = "it delivers to http://127.0.0.1:9/, but the receiver is at"
-    message = f"{own.id} at {hub.url}: {delivers} {own.url}"
-    assert dict(wrong())[message] == "pipeline down && pipeline up --detach"
-    subscribe(settings, home, tokens)
-    assert message not in dict(wrong())
 
 
 def test_what_keeps_pushes_from_starting_jobs_is_told_with_what_is_down(hub: RunningHub) -> None:
@@ -118,11 +112,11 @@ def test_what_keeps_pushes_from_starting_jobs_is_told_with_what_is_down(hub: Run
         return "; ".join(dict(wrong()))
 
     assert "it is down, and will be started again" in said() and own.id not in said()
-    hub.api.disable_webhook(own.id)
-    disabled = f"it delivers to {own.url}, but is disabled, so pushes start no jobs"
-    enable = f"pipeline webhooks enable {own.id}"
-    assert (f"{own.id} at {hub.url}: {disabled}", enable) in wrong()
-    hub.api.enable_webhook(own.id)
+    hub.api.update_webhook(own.id, url="http://127.0.0.1:9/")
+    delivers = "it delivers to http://127.0.0.1:9/, but the receiver is at"
+    message = f"{own.id} at {hub.url}: {delivers} {own.url}"
+    assert dict(wrong())[message] == "pipeline down && pipeline up --detach"
+    subscribe(settings, home, load_tokens(home.tokens_file))
     other: list[Any] = [{"type": "dataset", "name": "local/other"}]
     hub.api.update_webhook(own.id, watched=other)
     assert f"{own.id} at {hub.url}: it does not watch local/facts" in said()
@@ -246,10 +240,7 @@ def test_a_lost_object_is_named_and_comes_back_from_a_clone(
     hub: RunningHub, tmp_path: Path
 ) -> None:
     worktree = clone(hub, tmp_path)
-    (worktree / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    hub.git("add", ".", cwd=worktree)
-    hub.git("commit", "--quiet", "-m", "rows", cwd=worktree)
-    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
+    push_file(hub, worktree, "a.jsonl", '{"prompt": "a", "completion": "b"}\n')
     sha = hub.git("rev-parse", "HEAD:a.jsonl", cwd=worktree).strip()
     [lost] = (tmp_path / "hub").rglob(f"objects/{sha[:2]}/{sha[2:]}")
     lost.unlink()
@@ -313,13 +304,10 @@ def test_a_job_by_hand_trains_with_the_settings_of_its_command(
 def test_the_newest_commit_of_a_branch_of_any_name(
     hub: RunningHub, tmp_path: Path, branch: str
 ) -> None:
-    remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
-    hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
-    hub.git("commit", "--quiet", "--allow-empty", "-m", "words", cwd=worktree)
-    hub.git("push", "--quiet", "origin", f"HEAD:refs/heads/{branch}", cwd=worktree)
+    head = push(hub, clone(hub, tmp_path), branch)
     Path(os.environ["PIPELINE_SETTINGS"]).write_text(PIPELINE + f'ref = "{branch}"\n')
     [facts] = json.loads(pipeline("status", "--json"))["pipelines"]
-    assert facts["dataset_head"] == hub.git("rev-parse", "HEAD", cwd=worktree).strip()
+    assert facts["dataset_head"] == head
 
 
 def test_the_servers_that_follow_a_pipeline_are_listed(hub: RunningHub) -> None:

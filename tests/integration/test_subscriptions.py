@@ -52,14 +52,6 @@ def test_the_webhook_of_another_stack_stays(hub: RunningHub, home: Home, tokens:
     assert urls(hub) == [theirs]
 
 
-def test_the_own_webhook_is_found_again(hub: RunningHub, home: Home, tokens: Tokens) -> None:
-    subscribe(settings_of(hub, 8001, *FOLLOWING), home, tokens)
-    [made] = hub.api.list_webhooks()
-    subscribe(settings_of(hub, 8002, *FOLLOWING), home, tokens)
-    [moved] = hub.api.list_webhooks()
-    assert (moved.id, moved.url) == (made.id, f"http://127.0.0.1:8002{ROUTE}")
-
-
 def test_a_webhook_that_was_deleted_is_made_again(
     hub: RunningHub, home: Home, tokens: Tokens
 ) -> None:

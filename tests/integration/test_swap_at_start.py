@@ -18,7 +18,7 @@ from serving.weights import release_store
 from tests.contract.engine_bench import swap
 from tests.echo_engine import EchoEngine, EnginePhase
 from tests.serving_fixtures import echo_app, echo_release, running
-from tests.swap_fixtures import House, flip_a_bit, lose_the_manifest
+from tests.swap_fixtures import House, flip_a_bit, lose_a_shard, lose_the_manifest
 
 
 async def started(pipeline_dir: Path) -> LiveRelease | None:
@@ -101,10 +101,6 @@ def put_live(pipeline_dir: Path, *seeds: int) -> list[str]:
     for release in ids:
         release_store.set_current(pipeline_dir, release)
     return ids
-
-
-def lose_a_shard(folder: Path) -> None:
-    next(folder.glob("*.safetensors")).unlink()
 
 
 def lose_the_whole_folder(folder: Path) -> None:

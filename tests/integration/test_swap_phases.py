@@ -5,25 +5,9 @@ import asyncio
 from serving.engine import Generation
 from serving.swap_schemas import SwapResult
 from serving.weights import release_store
-from tests.swap_fixtures import BOTH, IN_PLACE, House, holds_two, house, until
+from tests.swap_fixtures import IN_PLACE, House, holds_two, house, until
 
 __all__ = ["holds_two", "house"]
-
-
-@BOTH
-async def test_a_swap_and_its_way_back(house: House) -> None:
-    result = await house.swapper.swap(house.new.id)
-    assert (result.result, result.phase, result.previous) == ("live", "live", house.old.id)
-    assert result.probe_max_difference == 0
-    assert result.seconds.keys() == {"preflight", "stage", "probe", "barrier", "commit"}
-    assert await house.answers() == house.new.id
-    assert release_store.served_release(house.pipeline_dir) == house.pipeline_dir / house.new.id
-    await until(lambda: house.engine.resident == {house.new.id})
-    again = await house.swapper.swap(house.new.id)
-    assert (again.result, again.previous) == ("live", house.new.id)
-    back = await house.swapper.swap(house.old.id)
-    assert back.result == "live"
-    assert await house.answers() == house.old.id
 
 
 @IN_PLACE
@@ -77,17 +61,6 @@ async def test_the_way_back_waits_for_the_requests_that_the_release_still_answer
     house.admission.leave(running)
     assert (await house.swapper.swap(house.old.id)).result == "live"
     await until(lambda: house.engine.resident == {house.old.id})
-
-
-async def test_a_third_release_waits_for_the_first_to_end(house: House) -> None:
-    running = await house.admission.enter()
-    assert (await house.swapper.swap(house.new.id)).result == "live"
-    third = house.release(3)
-    result = await house.swapper.swap(third.id)
-    assert (result.result, result.phase) == ("deferred", "stage")
-    assert await house.answers() == house.new.id
-    asyncio.get_running_loop().call_later(0.05, house.admission.leave, running)
-    assert (await house.swapper.swap(third.id)).result == "live"
 
 
 async def test_a_newer_request_overtakes_what_has_not_begun_to_commit(house: House) -> None:
