@@ -221,23 +221,11 @@ def test_a_training_that_was_killed_takes_the_same_steps(
     assert all(torch.equal(weights[name], each) for name, each in others.items())
 
 
-def test_text_ends_when_its_held_out_loss_no_longer_falls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = iter([3.0, 2.0, float("nan"), 2.5, 2.4, 1.0])
-    monkeypatch.setattr(loop, "mean_loss", lambda *_: next(measured))
-    plan = plan_of(rows(60), judged=rows(64)[60:], max_tokens=40_000, tokens_per_step=512)
-    done, found = run(tmp_path, plan)
-    assert [each.event for each in found].count("evaluation") == 5
-    assert done.tokens < plan.max_tokens / 2
-    assert next(measured) == 1.0
-
-
-def test_text_keeps_the_weights_with_the_lowest_held_out_loss(
+def test_text_ends_when_its_held_out_loss_no_longer_falls_and_keeps_the_weights_with_the_lowest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
-    losses = [3.0, 2.0, 2.5, 2.4, 2.1]
+    losses = [3.0, 2.0, float("nan"), 2.4, 2.1, 1.0]
     measured: list[dict[str, torch.Tensor]] = []
 
     def falls_and_rises(_: object) -> float:
@@ -246,7 +234,9 @@ def test_text_keeps_the_weights_with_the_lowest_held_out_loss(
 
     monkeypatch.setattr(loop, "mean_loss", falls_and_rises)
     plan = plan_of(rows(60), judged=rows(64)[60:], max_tokens=40_000, tokens_per_step=512)
-    done, _ = run(tmp_path, plan, model)
+    done, found = run(tmp_path, plan, model)
+    assert [each.event for each in found].count("evaluation") == len(measured) == 5
+    assert done.tokens < plan.max_tokens / 2
     best, last = measured[1], measured[-1]
     kept, stored = copy_weights(model), torch.load(tmp_path / done.file)["weights"]
     for name, each in best.items():
