@@ -4,13 +4,14 @@ names if a command that an event started publishes it."""
 import importlib.util
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.fernet import Fernet
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from jobs.errors import HeadAway, NoHead
 from jobs.process import identify
@@ -33,7 +34,10 @@ from pipeline.stack.record import Child, StackRecord
 from pipeline.stack.supervisor import Stack
 from pipeline.tokens import Tokens, load_tokens
 from tests.jobs_fixtures import until
+from tests.receiver_fixtures import serve
 from tests.receiver_payloads import dataset_update, ref_update
+
+__all__ = ["serve"]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1234", None])
@@ -69,22 +73,11 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     [(503, "{}", HeadAway), (200, "a page", HeadAway), (200, "{}", NoHead), (404, "{}", NoHead)],
 )
 def test_a_program_that_is_no_hub_fails_a_job_only_if_it_speaks_for_one(
-    status: int, body: str, kind: type[Exception]
+    serve: Callable[[ASGIApp], str], status: int, body: str, kind: type[Exception]
 ) -> None:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.handle_request).start()
-        source = source_of("local/facts", None, f"http://127.0.0.1:{server.server_port}", "hf_x")
-        with pytest.raises(kind):
-            ask_head(source, "refs/heads/main")
+    source = source_of("local/facts", None, serve(Response(body, status)), "hf_x")
+    with pytest.raises(kind):
+        ask_head(source, "refs/heads/main")
 
 
 @pytest.mark.parametrize(
