@@ -69,6 +69,12 @@ def learn(
     return [each.loss for each in found if each.event == "step" and each.loss is not None]
 
 
+def model_that_knows(found: list[TokenSequence], folder: Path) -> LlamaForCausalLM:
+    model = make_model()
+    run(folder, plan_of(found, counted=True, learning_rate=1e-2, max_tokens=60_000), model)
+    return model
+
+
 def right(model: LlamaForCausalLM, found: list[TokenSequence]) -> int:
     return sum(each.is_learned for each in row_losses(model, found))
 
@@ -115,13 +121,8 @@ def test_questions_are_learned_and_training_ends_before_its_budget(tmp_path: Pat
 
 def test_known_rows_that_are_lost_are_learned_again(tmp_path: Path) -> None:
     """Without replay the edit would take them along; what is measured wrong becomes a lesson."""
-    model = make_model()
     known, edit = questions(16), questions(17, answers=5)[16:]
-    run(
-        tmp_path / "first",
-        plan_of(known, counted=True, learning_rate=1e-2, max_tokens=60_000),
-        model,
-    )
+    model = model_that_knows(known, tmp_path / "first")
     plan = plan_of(
         edit, counted=True, replayed=known, replay_ratio=0.0, learning_rate=1e-2, max_tokens=60_000
     )
@@ -148,13 +149,8 @@ def test_wrong_rows_are_learned_again_at_half_the_rate_after_each_measurement_wi
 
 
 def test_a_deleted_answer_is_unlearned_and_the_others_are_kept(tmp_path: Path) -> None:
-    model = make_model()
     known = questions(16)
-    run(
-        tmp_path / "first",
-        plan_of(known, counted=True, learning_rate=1e-2, max_tokens=60_000),
-        model,
-    )
+    model = model_that_knows(known, tmp_path / "first")
     plan = plan_of(
         [],
         replayed=known[1:],

@@ -18,9 +18,7 @@ from receiver.settings import ReceiverSettings
 from receiver.webhooks_server import WebhooksServer, measure
 from tests.jobs_fixtures import until
 from tests.receiver_fixtures import SECRET
-from tests.receiver_payloads import (
-    dataset_update,
-)
+from tests.receiver_payloads import dataset_update
 
 
 def test_a_server_with_an_open_handler_stays_on_this_machine() -> None:
