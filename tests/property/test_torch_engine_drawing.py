@@ -185,3 +185,29 @@ def test_logprobs_are_of_the_whole_distribution(num_top: list[int], seed: int) -
         assert [value for _, value in found.top] == pytest.approx(
             best.values.tolist() if best else [], abs=1e-5
         )
+
+
+LOGITS = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
+
+
+def test_a_stop_token_is_not_chosen_before_the_least_number_of_tokens() -> None:
+    one = sequence(stop_token_ids=(0,), min_tokens=1, top_k=1)
+    assert sample([one], LOGITS[None]) == [1]
+
+
+def test_what_is_sampled_leaves_the_logits_as_they_are() -> None:
+    logits = LOGITS.repeat(3, 1)
+    chosen = [
+        sequence(seed=1, top_p=0.5, min_p=0.2),
+        sequence(temperature=0.0),
+        sequence(seed=2, logit_bias={1: 5.0}, presence_penalty=1.0, output=(0,)),
+    ]
+    sample(chosen, logits)
+    assert torch.equal(logits, LOGITS.repeat(3, 1))
+
+
+def test_without_a_seed_each_draw_is_another_and_a_seed_has_its_sign() -> None:
+    logits = torch.zeros(2, WIDE)
+    assert len({token for _ in range(3) for token in sample([sequence(), sequence()], logits)}) > 1
+    one, other = sample([sequence(seed=7), sequence(seed=-7)], logits)
+    assert one != other

@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 
 from serving.engine import EngineError, Generation, Step
 from serving.engines.settings import TorchEngineSettings
+from serving.engines.torch_engine import scheduler as scheduler_module
 from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import EngineSequence
 from serving.engines.torch_engine.slots import Batch, KvCacheSize
 
 VOCAB = 13
 CONTEXT = 40
+MAX_SCORED = 10
+"""How many tokens of prompts have their logits in memory at the same time."""
 
 
 def next_token(tokens: list[int]) -> int:
@@ -35,7 +38,6 @@ class RememberingRunner:
         self.slots = [self]
         self._max_tokens = max_tokens
         self.held: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
-        self.num_read = 0
 
     def forward(self, batch: Batch) -> torch.Tensor:
         used = [*batch.slots, *(chunk.slot for chunk in batch.chunks)]
@@ -55,8 +57,9 @@ class RememberingRunner:
             for token_id in chunk.token_ids:
                 read.append(token_id)
                 found.append(next_token(read))
-            self.num_read += len(found)
             rows.extend(found[len(found) - chunk.num_wanted :])
+        scored = [chunk.num_wanted for chunk in batch.chunks if chunk.num_wanted > 1]
+        assert sum(scored) <= MAX_SCORED
         num_blocks = sum(self.cache_size.blocks(len(slot)) for slot in self.held)
         assert num_blocks <= self.cache_size.num_blocks
         return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()
@@ -75,6 +78,13 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
     yield loop
     loop.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_memory_for_logits() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "_PROMPT_LOGITS_BYTES", MAX_SCORED * 4 * VOCAB)
+        yield
 
 
 SHARED = tuple(number % VOCAB for number in range(7, 7 + CONTEXT))

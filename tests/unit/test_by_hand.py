@@ -1,14 +1,17 @@
-"""Where a job by hand finds its hub, and what its runner imports ahead."""
+"""Where a job by hand finds its hub, what its runner imports ahead, and which commit a release
+names if a command that an event started publishes it."""
 
 import importlib.util
+import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.fernet import Fernet
+from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from jobs.errors import HeadAway, NoHead
 from jobs.process import identify
@@ -19,13 +22,22 @@ from pipeline.runner import by_hand, run
 from pipeline.runner.by_hand import with_runner
 from pipeline.runner.elsewhere import user_token_variable, variables_here
 from pipeline.runner.job_store import open_job_store
-from pipeline.runner.submit import ask_head, push_payload, source_of, submit_retraining
+from pipeline.runner.submit import (
+    ask_head,
+    lineage_of_job,
+    push_payload,
+    source_of,
+    submit_retraining,
+)
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack.record import Child, StackRecord
 from pipeline.stack.supervisor import Stack
 from pipeline.tokens import Tokens, load_tokens
 from tests.jobs_fixtures import until
-from tests.receiver_payloads import dataset_update
+from tests.receiver_fixtures import serve
+from tests.receiver_payloads import dataset_update, ref_update
+
+__all__ = ["serve"]
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1234", None])
@@ -61,22 +73,11 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     [(503, "{}", HeadAway), (200, "a page", HeadAway), (200, "{}", NoHead), (404, "{}", NoHead)],
 )
 def test_a_program_that_is_no_hub_fails_a_job_only_if_it_speaks_for_one(
-    status: int, body: str, kind: type[Exception]
+    serve: Callable[[ASGIApp], str], status: int, body: str, kind: type[Exception]
 ) -> None:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.handle_request).start()
-        source = source_of("local/facts", None, f"http://127.0.0.1:{server.server_port}", "hf_x")
-        with pytest.raises(kind):
-            ask_head(source, "refs/heads/main")
+    source = source_of("local/facts", None, serve(Response(body, status)), "hf_x")
+    with pytest.raises(kind):
+        ask_head(source, "refs/heads/main")
 
 
 @pytest.mark.parametrize(
@@ -189,3 +190,22 @@ def test_an_error_of_one_check_does_not_end_the_checks(
 def test_every_module_to_preload_exists() -> None:
     """The warm parent ends at an import that fails, and each job would then start cold."""
     assert [name for name in run.PRELOAD if importlib.util.find_spec(name) is None] == []
+
+
+def test_a_push_of_two_refs_gives_the_commit_of_the_followed_one(tmp_path: Path) -> None:
+    pushed = (ref_update("refs/heads/side", new="a" * 40), ref_update(new="b" * 40))
+    payload = tmp_path / "payload.json"
+    payload.write_text(json.dumps(dataset_update(*pushed)))
+    (tmp_path / "spec.json").write_text(JobSpec(command=("true",)).model_dump_json())
+    environment = {
+        "JOB_ID": "j1",
+        "JOB_DIR": str(tmp_path),
+        "WEBHOOK_PAYLOAD_FILE": str(payload),
+    }
+    for followed, expected in (
+        ("refs/heads/main", ("refs/heads/main", "b" * 40)),
+        ("refs/heads/side", ("refs/heads/side", "a" * 40)),
+        ("refs/heads/none", ("refs/heads/side", "a" * 40)),
+    ):
+        found = lineage_of_job(environment, followed)
+        assert (found.dataset_ref, found.dataset_revision) == expected

@@ -18,6 +18,7 @@ from serving.http.server import other_host
         ("page.example:8000", False),
         ("notlocalhost", False),
         ("localhost.page.example", False),
+        ("127.0.0.1.page.example", False),
         ("[::", False),
     ],
 )

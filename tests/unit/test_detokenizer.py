@@ -77,17 +77,15 @@ def test_what_follows_a_prompt_is_said_as_it_is_said_at_once(
 
 
 def test_the_first_token_after_a_prompt_keeps_its_space() -> None:
-    tokenizer = metaspace()
-    detokenizer = Detokenizer(tokenizer, [1, 3])
+    detokenizer = Detokenizer(METASPACE, [1, 3])
     assert [detokenizer.add(token_id) for token_id in (2, 1)] == [" b", " a"]
 
 
 @given(st.text("aé日😀 ", max_size=12), st.text(" aé日😀", min_size=1, max_size=12))
 def test_bytes_after_a_prompt_of_bytes(prompt: str, text: str) -> None:
     """Byte fallback decodes adjacent bytes only as a whole, and bytes may be spaces."""
-    tokenizer = metaspace()
     before, token_ids = ([4 + byte for byte in each.encode()] for each in ("a" + prompt, text))
-    detokenizer = Detokenizer(tokenizer, before)
+    detokenizer = Detokenizer(METASPACE, before)
     found = "".join([*map(detokenizer.add, token_ids), detokenizer.flush()])
     assert found == text
 
@@ -106,10 +104,9 @@ def test_special_tokens_are_shown_if_they_are_asked_for() -> None:
 
 
 def test_a_leading_space_is_kept_inside_a_text() -> None:
-    tokenizer = metaspace()
-    assert pieces(tokenizer, [1, 2, 3, 1]) == ["a", " b", "c", " a", ""]
+    assert pieces(METASPACE, [1, 2, 3, 1]) == ["a", " b", "c", " a", ""]
     euro = [4 + byte for byte in "€".encode()]
-    assert pieces(tokenizer, [1, *euro, 2]) == ["a", "", "", "€", " b", ""]
+    assert pieces(METASPACE, [1, *euro, 2]) == ["a", "", "", "€", " b", ""]
 
 
 @given(

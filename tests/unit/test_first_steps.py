@@ -1,8 +1,11 @@
 """`pipeline init` and `pipeline env`: which folder they mean; what `pipeline up` refuses; what the
-other commands say in a folder of no project."""
+other commands say in a folder of no project. A demo that cannot start leaves nothing behind."""
 
 import os
 import shlex
+import signal
+import socket
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from pipeline.paths import Home
 from pipeline.retrain.sources import token_of_shell
 from pipeline.settings import PipelineSettings, load_settings
 from pipeline.tokens import load_tokens
+from tests.ports import free_ports
 
 INIT = ("init", "--name", "notes", "--dataset", "local/notes")
 
@@ -137,15 +141,6 @@ def test_init_says_in_words_what_is_wrong(
     assert "^" not in str(refused.exception)
 
 
-def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
-    refused = CliRunner().invoke(app, ["env"])
-    assert isinstance(refused.exception, PipelineError)
-    assert f"no pipeline.toml in {folder}" in str(refused.exception)
-    assert list(folder.iterdir()) == []
-    CliRunner().invoke(app, INIT)
-    assert f"export PIPELINE_PROJECT={folder}\n" in CliRunner().invoke(app, ["env"]).output
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -166,6 +161,7 @@ def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
         "webhooks deliveries",
         "hub tokens ls",
         "hub gc",
+        "env",
     ],
 )
 def test_where_no_project_is_no_command_says_that_nothing_is_up(folder: Path, command: str) -> None:
@@ -208,3 +204,23 @@ def test_up_refuses_what_cannot_go_well_and_starts_nothing(
     assert isinstance(refused.exception, PipelineError)
     assert words in str(refused.exception)
     assert [each.name for each in folder.iterdir()] == ["pipeline.toml"]
+
+
+def test_a_busy_port_is_told_with_its_variable_and_no_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    # What the demo sets for its own process, and those that stay as they were.
+    for name in ("HOME", "SETTINGS", "SERVING__ENGINE"):
+        monkeypatch.setenv(f"PIPELINE_{name}", "")
+    names = ("HUB__PORT", "RECEIVER__PORT", "SERVING__PORT", "JOBS__METRICS_PORT")
+    for name, port in zip(names, free_ports(len(names)), strict=True):
+        monkeypatch.setenv(f"PIPELINE_{name}", str(port))
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        monkeypatch.setenv("PIPELINE_HUB__PORT", str(busy.getsockname()[1]))
+        refused = CliRunner().invoke(app, ["demo"])
+    assert isinstance(refused.exception, PipelineError)
+    assert "PIPELINE_HUB__PORT=…" in str(refused.exception)
+    assert str(tmp_path) not in str(refused.exception)
+    assert list(tmp_path.iterdir()) == []

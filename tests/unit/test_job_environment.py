@@ -1,6 +1,8 @@
-"""The variables of a job's process."""
+"""The variables of a job's process. How jobs are run, and where bad settings are refused."""
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +10,20 @@ import pytest
 from cryptography.fernet import Fernet
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from jobs.errors import SealBroken
+from jobs.errors import LaunchError, SealBroken
 from jobs.job import (
-    COMMITTER_DOMAIN,
     Job,
     inline_payload,
     job_environment,
     seal,
     unseal,
 )
+from jobs.runner import Runner
+from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
+from jobs.store import JobStore
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -51,9 +56,11 @@ def a_job(payload: dict[str, Any] | None = None, **values: Any) -> Job:
 
 def test_the_spec_goes_before_what_the_runner_was_given_and_the_job_before_both() -> None:
     given_ones = {"A": "runner", "B": "runner", "JOB_ID": "runner"}
-    job = a_job(env={"B": "spec", "JOB_ID": "spec", "OMP_NUM_THREADS": "9"})
-    shown = job_environment(job, Path("/jobs/j000007"), given_ones, num_threads=2)
-    assert (shown["A"], shown["B"], shown["JOB_ID"]) == ("runner", "spec", "j000007")
+    job = a_job(env={"B": "spec", "C": "spec", "JOB_ID": "spec", "OMP_NUM_THREADS": "9"})
+    shown = job_environment(
+        job, Path("/jobs/j000007"), given_ones, num_threads=2, unsealed={"C": "s", "JOB_ID": "s"}
+    )
+    assert (shown["A"], shown["B"], shown["C"], shown["JOB_ID"]) == ("runner", "spec", "s", job.id)
     assert (shown["OMP_NUM_THREADS"], shown["MKL_NUM_THREADS"]) == ("9", "2")
     assert not any(name.startswith("WEBHOOK") for name in shown)
 
@@ -94,13 +101,6 @@ def test_an_inline_payload_is_valid_and_fits(payload: dict[str, Any], max_bytes:
     assert json.loads(inline) == payload if fits else json.loads(inline)["truncated"] is True
 
 
-def test_unsealed_variables_go_before_those_in_clear_and_not_before_the_jobs_own() -> None:
-    job = a_job(env={"A": "clear", "B": "clear"})
-    unsealed = {"A": "sealed", "JOB_ID": "sealed"}
-    shown = job_environment(job, Path("/jobs/j000007"), {}, num_threads=1, unsealed=unsealed)
-    assert (shown["A"], shown["B"], shown["JOB_ID"]) == ("sealed", "clear", "j000007")
-
-
 def test_a_sealed_token_shows_nothing_and_opens_with_its_key_only() -> None:
     key = Fernet.generate_key()
     token = seal({"TOKEN": "s3cret"}, key)
@@ -112,6 +112,26 @@ def test_a_sealed_token_shows_nothing_and_opens_with_its_key_only() -> None:
         unseal(token, None)
 
 
-def test_what_a_job_commits_names_it() -> None:
-    shown = job_environment(a_job(), Path("/jobs/j000007"), {}, num_threads=1)
-    assert shown["GIT_COMMITTER_EMAIL"] == f"j000007@{COMMITTER_DOMAIN}"
+def test_a_job_may_use_all_cores() -> None:
+    assert JobsSettings().threads() == len(os.sched_getaffinity(0))
+    assert JobsSettings(num_threads=7).threads() == 7
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"max_running": 0}, {"lease_seconds": 0}, {"num_threads": 0}, {"max_runing": 2}),
+        {"heartbeat_seconds": 2, "lease_seconds": 2},
+    ],
+)
+def test_a_bad_setting_is_refused(values: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(values))):
+        JobsSettings.model_validate(values)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with JobStore.open(tmp_path / "jobs.db") as store:
+        runner = Runner(store, tmp_path / "file" / "jobs", JobsSettings(), {})
+        with pytest.raises(LaunchError, match=r"file/jobs: Not a directory"):
+            runner.run(threading.Event(), until_idle=True)

@@ -1,74 +1,62 @@
 """Other wordings that a larger model gives, over HTTP."""
 
 import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.retrain import paraphrasing
 from pipeline.retrain.paraphrasing import paraphrased
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import ParaphraseSettings
 from pipeline.retrain.wordings import Wordings
+from tests.receiver_fixtures import serve
 from tests.unit.test_retrain_plan import data
 from tests.unit.test_wordings import row
+
+__all__ = ["serve"]
 
 OPEN, BACK = row("When do you open?", "At nine."), row("Can I return it?", "Yes.", 1)
 
 
-class LargerModel(ThreadingHTTPServer):
+class LargerModel:
     """Answers each question with the texts that a test has set for it. Refuses it if there are
     none."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.failures: list[int] = []
         """The status of the next answers, before the right ones."""
-        self.says: dict[str, str] = {}
-        self.asked: list[str] = []
-        self.tokens: set[str | None] = set()
-
-    @property
-    def settings(self) -> ParaphraseSettings:
-        return ParaphraseSettings(url=f"http://127.0.0.1:{self.server_port}/v1", model="large")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        model = self.server
-        assert isinstance(model, LargerModel) and self.path == "/v1/chat/completions"
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        (message,) = request["messages"]
-        (question,) = (each for each in model.says if f"Question: {each}\n" in message["content"])
-        model.asked.append(question)
-        model.tokens.add(self.headers["Authorization"])
-        content = {"choices": [{"message": {"content": model.says[question]}}]}
-        usual = 200 if model.says[question] else 400
-        self.send_response(model.failures.pop(0) if model.failures else usual)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing."""
-
-
-@pytest.fixture
-def larger() -> Iterator[LargerModel]:
-    with LargerModel() as model:
-        model.says = {
+        self.says = {
             "When do you open?": 'Sure:\n["opening hours", " from when? ", "opening hours"]',
             "Can I return it?": '["give it back", "send it back"]',
         }
-        thread = threading.Thread(target=model.serve_forever)
-        thread.start()
-        yield model
-        model.shutdown()
-        thread.join()
+        self.asked: list[str] = []
+        self.tokens: set[str | None] = set()
+        self.settings = ParaphraseSettings(url="http://127.0.0.1:9/v1", model="large")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        assert request.url.path == "/v1/chat/completions"
+        (message,) = (await request.json())["messages"]
+        (question,) = (each for each in self.says if f"Question: {each}\n" in message["content"])
+        self.asked.append(question)
+        self.tokens.add(request.headers.get("authorization"))
+        content = {"choices": [{"message": {"content": self.says[question]}}]}
+        usual = 200 if self.says[question] else 400
+        status = self.failures.pop(0) if self.failures else usual
+        await JSONResponse(content, status)(scope, receive, send)
+
+
+@pytest.fixture
+def larger(serve: Callable[[ASGIApp], str]) -> LargerModel:
+    model = LargerModel()
+    model.settings = ParaphraseSettings(url=f"{serve(model)}/v1", model="large")
+    return model
 
 
 def test_each_row_is_asked_for_once_and_again_after_an_edit(
@@ -140,9 +128,8 @@ def test_an_answer_without_a_list_leaves_the_row_to_the_next_job(
 def test_a_larger_model_that_fails_fails_no_job(
     larger: LargerModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_away: bool
 ) -> None:
-    settings, larger.failures = larger.settings, [403] * 2
-    if is_away:
-        settings = ParaphraseSettings(url="http://127.0.0.1:9/v1", model="large")
+    settings = LargerModel().settings if is_away else larger.settings
+    larger.failures = [403] * 2
     found = paraphrased(data(changed=(OPEN, BACK)), settings, tmp_path / "a.jsonl", None)
     assert [each.wordings for each in found.rows] == [(), ()]
     assert "large cannot be asked: " in caplog.text

@@ -15,6 +15,7 @@ from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.cli.progress import follow_output, follow_stages
 from pipeline.paths import Home
+from pipeline.retrain.job import MetricsWriter, read_metrics
 from tests.jobs_fixtures import claim
 
 
@@ -51,16 +52,6 @@ def test_a_command_that_runs_does_not_wait(home: Home) -> None:
         lines = shown(store, job_id, home, terminal=True)
     assert any(re.search(r"\brunning\b", line) for line in lines), lines
     assert not any("train" in line for line in lines)
-
-
-def test_a_stage_that_measures_shows_how_much_is_done(home: Home) -> None:
-    now = {"time": time.time(), "stage": "measure"}
-    events = ({"event": "start"}, {"event": "measured", "measured": 300, "rows": 400})
-    with JobStore.open(home.jobs_database) as store:
-        job_id = started(store)
-        written(home, job_id, *(now | event for event in events))
-        lines = shown(store, job_id, home, terminal=True)
-    assert "300 of 400 rows" in [line for line in lines if "measure" in line][-1]
 
 
 def test_the_answers_of_the_base_model_are_told_at_once_and_with_an_estimate(
@@ -164,3 +155,26 @@ def test_without_a_terminal_a_long_stage_says_how_far_it_is_and_not_too_often(
         "     train      60.0 s  loss 1.500",
         "  evaluate      19.0 s  9 of 9 rows",
     ]
+
+
+def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == ((), 0)
+    writer = MetricsWriter(path)
+    writer.write("train", "start")
+    writer.write("train", "step", step=1, steps=9, loss=2.5, tokens=100)
+    first, offset = read_metrics(path)
+    assert [metric.event for metric in first] == ["start", "step"]
+    assert (first[1].step, first[1].loss, first[1].seconds) == (1, 2.5, None)
+    with path.open("a") as file:
+        file.write('{"time": 1, "stage": "train", "eve')
+    assert read_metrics(path, offset) == ((), offset)
+
+
+def test_a_restarted_job_goes_on_behind_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"time": 1, "stage": "train", "event": "start"}\n{"time": 2, "sta')
+    MetricsWriter(path).write("train", "step", step=3)
+    metrics, offset = read_metrics(path)
+    assert [metric.event for metric in metrics] == ["start", "step"]
+    assert offset == path.stat().st_size

@@ -47,11 +47,6 @@ def test_a_dataset_is_followed_in_any_case() -> None:
     assert spec.revisions is not None and spec.revisions.repo == "Acme/ANSWERS"
 
 
-def test_a_new_branch_has_no_old_sha() -> None:
-    (spec,) = decided(dataset_update(ref_update(old=None)))
-    assert spec.revisions.old_sha is None
-
-
 def test_a_payload_of_an_older_sender_updates_the_default_branch() -> None:
     (spec,) = decided(without_refs())
     assert (spec.revisions.ref, spec.revisions.new_sha) == ("refs/heads/main", NEW)

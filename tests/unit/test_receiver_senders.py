@@ -124,8 +124,3 @@ def test_a_push_that_is_none(sender: PushSender, body: bytes) -> None:
 def test_an_event_of_another_sender_is_refused() -> None:
     with pytest.raises(NotAnEvent, match="The header x-gitea-event is not set"):
         read_event("gitea", HEADERS["github"], body_of(GITHUB_PUSH))
-
-
-def test_the_hubs_own_payload_passes_as_it_is() -> None:
-    for scheme in ("secret", "standard-webhooks"):
-        assert read_event(scheme, {}, b"anything") == b"anything"

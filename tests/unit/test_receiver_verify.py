@@ -36,12 +36,6 @@ def test_the_secret_verbatim() -> None:
     assert check("secret", {}) == "ProofMissing"
 
 
-def test_both_secrets_hold_while_one_is_rotated() -> None:
-    for secret in ("old", "new"):
-        assert check("secret", {"x-webhook-secret": secret}, "old", "new") is None
-    assert check("secret", {"x-webhook-secret": "older"}, "old", "new") == "ProofWrong"
-
-
 def test_standard_webhooks() -> None:
     good = standard_headers(BODY)
     assert check("standard-webhooks", good, SIGNING_SECRET) is None
@@ -126,10 +120,6 @@ def test_every_candidate_is_compared_in_constant_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(hmac, "compare_digest", watch)
     assert check("secret", {"x-webhook-secret": "one"}, "one", "two", "three") is None
     assert compared == [(32, 32)] * 3
-
-
-def test_without_a_secret_everyone_is_let_in() -> None:
-    Proof(scheme="github", secrets=()).check_headers({})(BODY)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""What lies in a pipeline's folder beside the weights: current, pending, counter, leftovers."""
+"""What lies in a pipeline's folder beside the weights: current, pending, counter, leftovers. A file
+is replaced whole or not at all, and a writer that failed leaves nothing beside it."""
 
 import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 
 from serving.errors import ReleaseError, Superseded
 from serving.weights import release_store, verify
+from serving.weights.atomic_file import atomic_file, link_atomically, write_atomically
 from serving.weights.release import FileEntry, Release
 
 
@@ -100,9 +101,8 @@ def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path)
         release_store.remove(tmp_path, spare)
 
 
-@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
-def test_what_is_no_link_is_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "current")
+def test_a_file_in_the_place_of_the_link_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "current").touch()
     release_store.set_current(tmp_path, "r000001-00000000")
     assert os.readlink(tmp_path / "current") == "r000001-00000000"
 
@@ -287,3 +287,34 @@ def test_a_manifest_that_cannot_be_read_is_damaged_unless_the_error_is_temporary
         release_store.load_release(folder)
     [reason] = verify.verify_release(folder)
     assert "cannot be read" in reason
+
+
+def test_the_new_content_is_seen_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "counter"
+    write_atomically(path, "one\n")
+    with atomic_file(path) as file:
+        file.write(b"two")
+        assert path.read_text() == "one\n"
+    assert path.read_bytes() == b"two"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "counter"
+    write_atomically(path, "one\n")
+    with pytest.raises(OSError, match="full"), atomic_file(path) as file:
+        file.write(b"tw")
+        raise OSError("the disk is full")
+    assert path.read_text() == "one\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_that_leads_there_already_is_not_written_again(tmp_path: Path) -> None:
+    link = tmp_path / "current"
+    link_atomically(link, "first")
+    inode = link.lstat().st_ino
+    link_atomically(link, "first")
+    assert link.lstat().st_ino == inode
+    link_atomically(link, "second")
+    assert str(link.readlink()) == "second"
+    assert list(tmp_path.iterdir()) == [link]

@@ -1,9 +1,7 @@
 """Conversations, by the templates that models come with: what is learned is what the assistant
 says."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,22 +80,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def learned(tokenizer: PreTrainedTokenizerFast, row: Row, template: str | None = None) -> list[str]:
     if template is not None:
         tokenizer.chat_template = template
-    return [
-        str(
-            tokenizer.decode(
-                [id for id, said in zip(each.token_ids, each.learned, strict=True) if said]
-            )
-        )
-        for each in sequences([row], tokenizer, 4_096)
-    ]
+    return [str(tokenizer.decode(each.learned_ids)) for each in sequences([row], tokenizer, 4_096)]
 
 
 def test_only_what_the_assistant_says_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
     assert learned(tokenizer, TWO_TURNS) == ["jumps<|end|>sleeps<|end|>"]
-
-
-def test_a_template_may_mark_what_is_generated(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert learned(tokenizer, TWO_TURNS, MARKED) == ["jumps<|end|>sleeps<|end|>"]
 
 
 @pytest.mark.parametrize("template", [None, MARKED, FORGETS_REASONING])
@@ -132,14 +119,6 @@ def test_a_question_without_an_answer_is_no_missing_text(
         *(("user", "c"), ("assistant", "<think>so</think>d"), ("user", "the fox")),
     )
     assert len(learned(tokenizer, row, FORGETS_REASONING)) == 2
-
-
-def test_a_tokenizer_without_a_template_is_the_base_models_fault(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    tokenizer.chat_template = None
-    with pytest.raises(BaseModelError, match="no chat template"):
-        sequences([TWO_TURNS], tokenizer, 64)
 
 
 def test_without_a_template_a_question_and_its_answer_are_learned_as_they_are(
@@ -210,19 +189,3 @@ def test_tools_and_their_calls_go_through_the_template(tokenizer: PreTrainedToke
     assert '"parameters": {}' in str(tokenizer.decode(sequence.token_ids))
     with pytest.raises(DataError, match="leaves out"):
         learned(train_tokenizer([]), CALLS)
-
-
-def trl_templates() -> Path:
-    found = importlib.util.find_spec("trl")
-    if found is None or found.origin is None:
-        pytest.skip("TRL is not installed")
-    return Path(found.origin).parent / "chat_templates"
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "gemma", "gemma3", "llama3", "phi3"])
-def test_the_templates_that_models_come_with(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    template = (trl_templates() / f"{name}.jinja").read_text()
-    tokenizer.bos_token = "<|user|>"
-    said = "".join(learned(tokenizer, TWO_TURNS, template))
-    assert said.count("jumps") == said.count("sleeps") == 1
-    assert "fox" not in said and "dog" not in said

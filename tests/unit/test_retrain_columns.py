@@ -150,7 +150,6 @@ def test_sharegpt(tmp_path: Path) -> None:
 def test_conversations_may_be_written_as_messages(tmp_path: Path) -> None:
     talk = said(("user", "q"), ("assistant", "a"))
     assert read(tmp_path, {"conversations": talk}).messages == talk
-    assert read(tmp_path, {"prompt": talk[:1], "completion": talk[1:]}).messages == talk
 
 
 def test_tools_are_kept_as_json_or_as_they_are(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What a commit is trained on, what is held out, and what is gone."""
+"""What a commit is trained on, what is held out, and what is gone. When a job ends without
+training: a push, a job by hand, and one that a person insists on."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.retrain.base_model import files_digest
 from pipeline.retrain.data import AT_LEAST, TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.job import DatasetSnapshot, Parent
 from pipeline.retrain.rows import Row
-from pipeline.retrain.settings import RetrainSettings
+from pipeline.retrain.settings import RetrainSettings, TrainSettings
 from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 
@@ -338,3 +340,72 @@ def test_every_row_is_trained_on_or_held_out_and_none_is_both(
         assert {row.digest for row in data.deleted} <= trained - learned - held_out
         assert {row.digest for row, _ in data.edited} <= trained
         trained = learned
+
+
+LONGER = TrainSettings(max_epochs=99)
+
+
+class Case:
+    """A revision that the parent has seen, trained with the default settings."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "a.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+        self.folder = folder
+        revision = Revision(sha="0" * 40, folder=folder, files=("a.jsonl",))
+        self.parent = parent_of(revision)
+        self.snapshot = DatasetSnapshot(revision=revision, base=revision, parent=self.parent.id)
+        self.trained_with(settings_digest=TrainSettings().digest())
+
+    def trained_with(self, **lineage: Any) -> None:
+        changed = self.parent.lineage.model_copy(update=lineage)
+        self.parent = replace(self.parent, lineage=changed)
+
+    def mode(self, **settings: Any) -> str:
+        """How the job trains, or `unchanged`."""
+        told = retrain_settings(self.folder, **settings)
+        data = compare_revisions(self.snapshot, self.parent, told)
+        self.trained_with(data_digest=data.digest)
+        return "unchanged" if is_unchanged(data, self.parent, told) else data.mode
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def test_a_push_without_a_changed_row_trains_nothing(case: Case) -> None:
+    assert case.mode() == case.mode(train=LONGER) == "unchanged"
+
+
+def test_other_training_settings_are_a_reason_for_a_job_by_hand(case: Case) -> None:
+    assert case.mode(skip_if="nothing_changed") == "unchanged"
+    assert case.mode(skip_if="nothing_changed", train=LONGER) == "full"
+    often = TrainSettings(checkpoint_seconds=1)
+    assert case.mode(skip_if="nothing_changed", train=often) == "unchanged"
+
+
+def test_another_base_model_is_a_reason_for_everybody(case: Case) -> None:
+    case.trained_with(base_model="another")
+    assert case.mode() == "full"
+
+
+def test_a_base_model_that_was_replaced_in_its_folder_is_another_one(
+    case: Case, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(b"weights")
+    named = {"base_model": str(base)}
+    case.trained_with(**named)
+    assert case.mode(**named) == "unchanged", "a release of an older version"
+    case.trained_with(base_files_digest=files_digest(str(base)))
+    assert case.mode(**named) == case.mode(**named, skip_if="nothing_changed") == "unchanged"
+    (base / "model.safetensors").write_bytes(b"other weights")
+    assert case.mode(**named) == case.mode(**named, skip_if="nothing_changed") == "full"
+    assert case.mode(**named, train=TrainSettings(mode="delta")) == "full"
+
+
+def test_a_person_who_asks_gets_a_training_in_the_mode_that_was_asked_for(case: Case) -> None:
+    assert case.mode(skip_if="never") == "full"
+    assert case.mode(skip_if="never", train=TrainSettings(mode="delta")) == "delta"
+    assert case.mode(skip_if="nothing_changed", force_reason="I know") == "full"

@@ -59,16 +59,6 @@ def test_a_network_of_the_hub_keeps_its_names(name: str, tmp_path: Path) -> None
         assert torch.equal(again.state_dict()[tensor], value), tensor
 
 
-def test_the_embedding_of_a_tied_network_is_stored_and_not_its_second_name(tmp_path: Path) -> None:
-    config = config_of("mixtral")
-    config.tie_word_embeddings = True
-    network: Any = build(config)
-    save(network, tmp_path / "checkpoint")
-    release = exported(network, tmp_path)
-    assert release.tied == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert "model.embed_tokens.weight" in release.tensors
-
-
 @pytest.mark.parametrize(
     ("generation", "config", "ends", "written"),
     [

@@ -4,8 +4,8 @@ says it."""
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div, log_softmax
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.nn.functional import kl_div, log_softmax
+from transformers import LlamaForCausalLM
 
 from pipeline.retrain import loss
 from pipeline.retrain import train as loop
@@ -16,15 +16,12 @@ from pipeline.retrain.loss import (
     RowLoss,
     keep_base,
     row_losses,
-    summed_loss,
 )
-from pipeline.retrain.model import logits_of, output_weights
+from pipeline.retrain.model import logits_of
 from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 from tests.training_fixtures import VOCABULARY, make_model, one_thread, plan_of, rows
-from tests.unit.test_retrain_architectures import OTHER_HEADS
-from tests.unit.test_retrain_architectures import network as network_of
 
 __all__ = ["one_thread"]
 
@@ -34,9 +31,7 @@ PROMPT = (5, 3, 8)
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(2)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_attention_heads=2, **shape)).eval()
+    return make_model()
 
 
 @torch.no_grad()
@@ -55,7 +50,7 @@ def answer(tokens: tuple[int, ...], row: int = 0) -> TokenSequence:
 
 def test_what_greedy_decoding_says_is_learned(model: LlamaForCausalLM) -> None:
     said = greedy(model, 12)
-    other = (*said[:-1], (said[-1] + 1) % 50)
+    other = (*said[:-1], (said[-1] + 1) % VOCABULARY)
     first, second = row_losses(model, [answer(said, row=4), answer(other, row=7)])
     assert (first.row, first.num_right, first.num_tokens, first.is_learned) == (4, 12, 12, True)
     assert (second.row, second.num_right, second.num_tokens, second.is_learned) == (
@@ -82,24 +77,6 @@ def test_a_long_row_is_learned_at_nine_tenths(
 ) -> None:
     row = RowLoss(row=0, nats=1.0, num_tokens=num_tokens, num_right=num_right)
     assert row.is_learned is is_learned
-
-
-@pytest.mark.parametrize("rows", [1, 5, 100])
-@pytest.mark.parametrize("name", ["LlamaConfig", *OTHER_HEADS])
-def test_the_sliced_loss_of_every_form_of_head_has_the_gradients_of_the_plain_one(
-    rows: int, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.retrain.loss.slice_rows", lambda vocab_size: rows)
-    network = network_of(name)
-    hidden = torch.randn(13, 32, requires_grad=True)
-    inputs = [hidden, *output_weights(network)]
-    assert len(inputs) >= 2
-    labels = torch.randint(0, 11, (13,))
-    plain = cross_entropy(logits_of(network, hidden), labels, reduction="sum") / 3
-    sliced = summed_loss(network, hidden, labels)[0] / 3
-    torch.testing.assert_close(sliced, plain)
-    expected = torch.autograd.grad(plain, inputs)
-    torch.testing.assert_close(torch.autograd.grad(sliced, inputs), expected)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])

@@ -62,12 +62,6 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         assert found == expected, file
 
 
-@pytest.mark.parametrize("lines", [1, 2])
-def test_a_json_file_may_have_one_object_per_line(tmp_path: Path, lines: int) -> None:
-    found = read(tmp_path, '{"text": "a"}\n' * lines, "a.json")
-    assert [(row.text, row.line) for row in found] == [("a", line + 1) for line in range(lines)]
-
-
 def test_a_file_is_read_by_its_name_and_never_as_a_pattern(tmp_path: Path) -> None:
     names = ["rows[1].jsonl", "rows*.jsonl", "rows?{a}.csv", "rows[!x].txt", "rows.jsonl"]
     for name in names:

@@ -69,6 +69,12 @@ def learn(
     return [each.loss for each in found if each.event == "step" and each.loss is not None]
 
 
+def model_that_knows(found: list[TokenSequence], folder: Path) -> LlamaForCausalLM:
+    model = make_model()
+    run(folder, plan_of(found, counted=True, learning_rate=1e-2, max_tokens=60_000), model)
+    return model
+
+
 def right(model: LlamaForCausalLM, found: list[TokenSequence]) -> int:
     return sum(each.is_learned for each in row_losses(model, found))
 
@@ -115,13 +121,8 @@ def test_questions_are_learned_and_training_ends_before_its_budget(tmp_path: Pat
 
 def test_known_rows_that_are_lost_are_learned_again(tmp_path: Path) -> None:
     """Without replay the edit would take them along; what is measured wrong becomes a lesson."""
-    model = make_model()
     known, edit = questions(16), questions(17, answers=5)[16:]
-    run(
-        tmp_path / "first",
-        plan_of(known, counted=True, learning_rate=1e-2, max_tokens=60_000),
-        model,
-    )
+    model = model_that_knows(known, tmp_path / "first")
     plan = plan_of(
         edit, counted=True, replayed=known, replay_ratio=0.0, learning_rate=1e-2, max_tokens=60_000
     )
@@ -148,13 +149,8 @@ def test_wrong_rows_are_learned_again_at_half_the_rate_after_each_measurement_wi
 
 
 def test_a_deleted_answer_is_unlearned_and_the_others_are_kept(tmp_path: Path) -> None:
-    model = make_model()
     known = questions(16)
-    run(
-        tmp_path / "first",
-        plan_of(known, counted=True, learning_rate=1e-2, max_tokens=60_000),
-        model,
-    )
+    model = model_that_knows(known, tmp_path / "first")
     plan = plan_of(
         [],
         replayed=known[1:],
@@ -221,23 +217,11 @@ def test_a_training_that_was_killed_takes_the_same_steps(
     assert all(torch.equal(weights[name], each) for name, each in others.items())
 
 
-def test_text_ends_when_its_held_out_loss_no_longer_falls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = iter([3.0, 2.0, float("nan"), 2.5, 2.4, 1.0])
-    monkeypatch.setattr(loop, "mean_loss", lambda *_: next(measured))
-    plan = plan_of(rows(60), judged=rows(64)[60:], max_tokens=40_000, tokens_per_step=512)
-    done, found = run(tmp_path, plan)
-    assert [each.event for each in found].count("evaluation") == 5
-    assert done.tokens < plan.max_tokens / 2
-    assert next(measured) == 1.0
-
-
-def test_text_keeps_the_weights_with_the_lowest_held_out_loss(
+def test_text_ends_when_its_held_out_loss_no_longer_falls_and_keeps_the_weights_with_the_lowest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
-    losses = [3.0, 2.0, 2.5, 2.4, 2.1]
+    losses = [3.0, 2.0, float("nan"), 2.4, 2.1, 1.0]
     measured: list[dict[str, torch.Tensor]] = []
 
     def falls_and_rises(_: object) -> float:
@@ -246,7 +230,9 @@ def test_text_keeps_the_weights_with_the_lowest_held_out_loss(
 
     monkeypatch.setattr(loop, "mean_loss", falls_and_rises)
     plan = plan_of(rows(60), judged=rows(64)[60:], max_tokens=40_000, tokens_per_step=512)
-    done, _ = run(tmp_path, plan, model)
+    done, found = run(tmp_path, plan, model)
+    assert [each.event for each in found].count("evaluation") == len(measured) == 5
+    assert done.tokens < plan.max_tokens / 2
     best, last = measured[1], measured[-1]
     kept, stored = copy_weights(model), torch.load(tmp_path / done.file)["weights"]
     for name, each in best.items():

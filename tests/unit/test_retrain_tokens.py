@@ -30,8 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def learned_text(tokenizer: PreTrainedTokenizerFast, found: Row, length: int = 64) -> str:
     (sequence,) = sequences([found], tokenizer, length)
-    ids = [i for i, learned in zip(sequence.token_ids, sequence.learned, strict=True) if learned]
-    return str(tokenizer.decode(ids))
+    return str(tokenizer.decode(sequence.learned_ids))
 
 
 def test_only_the_completion_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -49,12 +48,7 @@ def test_a_long_text_is_cut_and_every_token_but_the_first_learned_once(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     pieces = sequences([row(text=SENTENCE * 5)], tokenizer, 16)
-    learned = [
-        i
-        for piece in pieces
-        for i, is_learned in zip(piece.token_ids, piece.learned, strict=True)
-        if is_learned
-    ]
+    learned = [id for piece in pieces for id in piece.learned_ids]
     assert max(len(piece.token_ids) for piece in pieces) == 16
     assert [pieces[0].token_ids[0], *learned] == [
         *tokenizer(SENTENCE * 5)["input_ids"],
@@ -93,18 +87,7 @@ def test_a_long_conversation_gives_each_answer_with_what_leads_to_it(
     whole = str(tokenizer.apply_chat_template(list(talk.messages or ()), tokenize=False))
     first, second = sequences([talk], tokenizer, 32)
     assert len(first.token_ids) <= 32 and len(second.token_ids) == 32
-    learned = [
-        str(
-            tokenizer.decode(
-                [
-                    id
-                    for id, is_learned in zip(each.token_ids, each.learned, strict=True)
-                    if is_learned
-                ]
-            )
-        )
-        for each in (first, second)
-    ]
+    learned = [str(tokenizer.decode(each.learned_ids)) for each in (first, second)]
     assert learned[0] == "the fox<|end|>"
     assert ("sleeps " + SENTENCE * 3).startswith(learned[1])
     for each in (first, second):

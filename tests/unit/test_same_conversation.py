@@ -18,7 +18,7 @@ from pipeline.retrain.errors import DataError
 from pipeline.retrain.model import load_tokenizer as load_for_training
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.retrain.tokens import sequences
+from pipeline.retrain.tokens import TokenSequence, sequences
 from serving.chat import ChatRequest, encode_chat
 from serving.request_errors import RequestError
 from serving.weights.release import Release
@@ -183,11 +183,11 @@ def with_template(folder: Path, target: Path, template: str) -> Path:
 
 def trained(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], tools: Any
-) -> tuple[int, ...] | str:
-    """The tokens of the last answer's sequence, or why there are none."""
+) -> list[TokenSequence] | str:
+    """The sequences of the answers, or why there are none."""
     row = Row(messages=tuple(messages), tools=tools, file="a.jsonl", number=0)
     try:
-        return sequences([row], tokenizer, 1 << 20)[-1].token_ids
+        return sequences([row], tokenizer, 1 << 20)
     except DataError as error:
         return str(error)
 
@@ -217,7 +217,11 @@ def test_what_is_trained_is_what_is_served(name: str, folder: Path, tmp_path: Pa
             prompt = served(mine, of_request[:-1], tools)
         except RequestError as error:
             pytest.fail(f"{way} is trained, but a server refuses it: {error}")
-        assert tokenizer.decode(found[: len(prompt)]) == tokenizer.decode(prompt), way
+        asked = found[-1].token_ids[: len(prompt)]
+        assert tokenizer.decode(asked) == tokenizer.decode(prompt), way
+        if way == "empty lists":
+            learned = "".join(str(tokenizer.decode(each.learned_ids)) for each in found)
+            assert (learned.count("Acht"), learned.count("Was")) == (2, 0)
         assert "{'city'" not in tokenizer.decode(prompt), "the Python form of arguments"
         both.add(way)
     if name in KINDS:
@@ -236,9 +240,11 @@ def test_the_day_of_a_training_is_the_day_of_its_prompts(folder: Path, tmp_path:
     def days() -> tuple[str, str]:
         """Of the trained and of the served prompt."""
         tokenizer, _ = load_for_training(mine, settings)
-        ids = trained(tokenizer, [*asked, said("assistant", "Acht")], None)
-        assert not isinstance(ids, str)
-        return str(tokenizer.decode(ids))[:11], tokenizer.decode(served(mine, asked, None))[:11]
+        found = trained(tokenizer, [*asked, said("assistant", "Acht")], None)
+        assert not isinstance(found, str)
+        return str(tokenizer.decode(found[-1].token_ids))[:11], tokenizer.decode(
+            served(mine, asked, None)
+        )[:11]
 
     today = datetime.now().strftime("%d %b %Y")
     assert days() == (today, today)

@@ -116,20 +116,6 @@ def test_the_addresses_of_a_running_stack_with_a_gateway(file: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[hub]\nport = 8000\n", ("the hub", "the completion server")),
-        ("[receiver]\nport = 8070\n", ("the hub", "the receiver")),
-    ],
-)
-def test_one_port_is_not_given_to_two(text: str, words: tuple[str, ...], file: Path) -> None:
-    file.write_text(text + '[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
-    with pytest.raises(PipelineError) as refused:
-        services_of(load_settings())
-    assert all(word in str(refused.value) for word in words), refused.value
-
-
 def test_a_second_stack_leaves_the_log_of_the_first_as_it_is(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.log_file("up").parent.mkdir()

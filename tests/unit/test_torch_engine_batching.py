@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, Generation, Step
+from serving.engine import EngineError
 from serving.engines.torch_engine import scheduler
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.slots import Batch
@@ -94,28 +94,6 @@ async def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longe
     assert found == [16, 25, 25, 25, 9, 100]
 
 
-async def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
-    published: Published,
-) -> None:
-    async with engine_with(published, max_batch_tokens=16) as engine:
-        running = engine.generate(published.id, greedy(prompt(5), max_tokens=40))
-        found = tokens([await anext(running)])
-        batches: list[Batch] = []
-        runner = scheduler_of(engine, published.id)._runner
-        forward = runner.forward
-        runner.forward = lambda batch: batches.append(batch) or forward(batch)
-        late = asyncio.create_task(
-            ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=5))
-        )
-        found += tokens([step async for step in running])
-        answer = tokens(await late)
-        both = [batch for batch in batches if batch.chunks and batch.token_ids]
-        assert all(sum(len(c.token_ids) for c in batch.chunks) <= 16 for batch in both)
-    assert found == expected(published.network, prompt(5), 40)
-    assert answer == expected(published.network, prompt(100, seed=1), 5)
-    assert len(both) >= 7
-
-
 @pytest.mark.parametrize("how", ["closed", "dropped", "cancelled"])
 async def test_a_stream_that_ends_early_frees_its_slot(how: str, published: Published) -> None:
     async with engine_with(published, max_batch=1) as engine:
@@ -196,37 +174,9 @@ async def test_a_prompt_that_does_not_fit_is_refused(published: Published) -> No
             await ask(engine, published.id, greedy(prompt(129)))
 
 
-async def answers(published: Published, *generations: Generation) -> list[list[Step]]:
-    async with engine_with(published) as engine:
-        return await asyncio.gather(*(ask(engine, published.id, g) for g in generations))
-
-
 async def test_the_first_token_comes_at_once_and_the_others_together(published: Published) -> None:
-    asked = greedy(prompt(5), max_tokens=12, max_step_tokens=4)
-    (steps,) = await answers(published, asked)
+    async with engine_with(published) as engine:
+        asked = greedy(prompt(5), max_tokens=12, max_step_tokens=4)
+        steps = await ask(engine, published.id, asked)
     assert [len(step.token_ids) for step in steps] == [1, 4, 4, 3]
     assert [step.finish_reason for step in steps] == [None, None, None, "length"]
-
-
-async def test_they_are_what_single_steps_bring(published: Published) -> None:
-    changes = {"num_logprobs": 2, "num_prompt_logprobs": 1, "max_tokens": 11}
-    one_by_one, gathered = await answers(
-        published,
-        greedy(prompt(6), **changes),
-        greedy(prompt(6), **changes, max_step_tokens=3),
-    )
-    assert len(gathered) < len(one_by_one)
-    assert tokens(gathered) == tokens(one_by_one)
-    for steps in (one_by_one, gathered):
-        assert all(len(step.logprobs) == len(step.token_ids) for step in steps)
-    found, right = (
-        [(each.token_id, each.logprob, *each.top) for step in steps for each in step.logprobs]
-        for steps in (gathered, one_by_one)
-    )
-    for (token_id, logprob, *top), (other_id, other_logprob, *other_top) in zip(
-        found, right, strict=True
-    ):
-        assert (token_id, [id for id, _ in top]) == (other_id, [id for id, _ in other_top])
-        assert logprob == pytest.approx(other_logprob, abs=1e-4)
-    assert gathered[0].prompt_logprobs is not None
-    assert all(step.prompt_logprobs is None for step in gathered[1:])

@@ -38,16 +38,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return publish(network, tmp_path_factory.mktemp("home"))
 
 
-def scheduler_of(engine: Any, release_id: str) -> Any:
-    return engine._steps._schedulers[release_id]
-
-
 def watch(
     engine: Any, release_id: str, before: Callable[[Batch], object] = lambda batch: None
 ) -> list[Batch]:
     """The batches from now on. `before` is called before each of them is computed."""
     batches: list[Batch] = []
-    runner = scheduler_of(engine, release_id)._runner
+    runner = engine._steps._schedulers[release_id]._runner
     forward = runner.forward
 
     def watched(batch: Batch) -> Any:

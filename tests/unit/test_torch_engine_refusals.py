@@ -42,13 +42,10 @@ def edit_config(**changes: Any) -> Callable[[Published], Published]:
     return edit
 
 
-def edit_manifest(name: str, **changes: Any) -> Callable[[Published], Published]:
+def without(name: str) -> Callable[[Published], Published]:
     def edit(published: Published) -> Published:
         tensors = dict(published.release.tensors)
-        if changes:
-            tensors[name] = tensors[name].model_copy(update=changes)
-        else:
-            del tensors[name]
+        del tensors[name]
         return Published(
             network=published.network,
             release=published.release.model_copy(update={"tensors": tensors}),
@@ -58,25 +55,13 @@ def edit_manifest(name: str, **changes: Any) -> Callable[[Published], Published]
     return edit
 
 
-SHARD = r"model\.safetensors"
-
-
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
-        (edit_manifest("model.norm.weight"), "tensor model.norm.weight: in no shard"),
-        (
-            edit_manifest("model.norm.weight", dtype="I64"),
-            SHARD + ": tensor model.norm.weight: has dtype I64",
-        ),
-        (
-            edit_config(intermediate_size=100),
-            SHARD + r": tensor model.layers.1.mlp.up_proj.weight: has shape \[96, 64\], "
-            r"config.json asks for \[100, 64\]",
-        ),
+        (without("model.norm.weight"), "tensor model.norm.weight: in no shard"),
         (
             edit_config(num_hidden_layers=1),
-            SHARD + ": tensor model.layers.1.mlp.up_proj.weight: the network .* has no such",
+            r"model\.safetensors: tensor model.layers.1.mlp.up_proj.weight: the network .* no such",
         ),
         (edit_config(tie_word_embeddings=False), None),
         (edit_config(quantization_config={"bits": 4}), "quantised"),
@@ -172,7 +157,7 @@ async def test_a_head_that_is_missing_is_no_tie(tmp_path: Path) -> None:
 
 
 async def test_every_reason_is_given_at_once(first: Published) -> None:
-    bad = edit_manifest("model.norm.weight")(edit_config(intermediate_size=100)(first))
+    bad = without("model.norm.weight")(edit_config(intermediate_size=100)(first))
     async with engine_with() as engine:
         with pytest.raises(ReleaseError) as raised:
             await engine.stage(bad.release, bad.folder)

@@ -113,14 +113,6 @@ def test_made_up_wordings_that_are_asked_are_not_those_that_are_trained_on() -> 
     }
 
 
-def test_given_wordings_leave_no_need_for_made_up_ones() -> None:
-    rows = shipping("lamp return", "I do not like the lamp", "send it back")
-    assert [each.prompt for each in of(rows).trained(rows[-1])] == [
-        "lamp return",
-        "I do not like the lamp",
-    ]
-
-
 def test_passes_take_turns_with_the_wordings_of_a_row_and_with_beginnings_of_its_answer() -> None:
     *others, last = shipping("lamp return", "not nice", "take it", "I do not like it", "send it")
     plan = make_plan(data(changed=(*others, last)), TOKENIZER, settings(), max_length=64)

@@ -5,7 +5,7 @@ import pytest
 from jobs.errors import PendingJob
 from jobs.job import Head, Job
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, FAILED, claim, delivery, lost, spec
+from tests.jobs_fixtures import DONE, claim, delivery, lost, spec
 
 
 def new_sha(job: Job) -> str | None:
@@ -23,13 +23,6 @@ def test_a_push_leaves_a_job_by_hand_alone(store: JobStore) -> None:
     assert [new_sha(job) for job in store.list()] == [None, "x"]
 
 
-def test_a_job_by_hand_leaves_the_pending_push_alone(store: JobStore) -> None:
-    pushed = store.submit(spec("b", "a"), delivery=delivery("d1"))
-    store.submit(spec("x"), by_hand=True)
-    repeated = store.submit(spec("b", "a"), delivery=delivery("d2"))
-    assert repeated.id == pushed.id
-
-
 def test_one_job_by_hand_is_pending_per_pipeline(store: JobStore) -> None:
     first = store.submit(spec("x"), by_hand=True)
     with pytest.raises(PendingJob, match=first.id):
@@ -38,29 +31,12 @@ def test_one_job_by_hand_is_pending_per_pipeline(store: JobStore) -> None:
     assert store.get(first.id) == first
 
 
-def test_one_job_of_a_pipeline_runs_whoever_asked_for_it(store: JobStore) -> None:
-    store.submit(spec("x"), by_hand=True)
-    store.submit(spec("b", "a"))
-    running = claim(store)
-    assert store.claim("me", 60) is None
-    store.finish(running.id, "me", DONE)
-    assert {new_sha(running), new_sha(claim(store))} == {"x", None}
-
-
 def test_a_lost_job_by_hand_is_tried_again_although_a_push_waits(store: JobStore) -> None:
     store.submit(spec("x"), by_hand=True)
     running = claim(store)
     store.submit(spec("b", "a"), delivery=delivery("d1"))
     again = store.retry(running.id, "me", lost(running))
     assert (again.state, again.attempt) == ("RUNNING", 2)
-
-
-def test_a_push_that_fails_hands_its_commits_to_no_job_by_hand(store: JobStore) -> None:
-    store.submit(spec("b", "a"), delivery=delivery("d1"))
-    running = claim(store)
-    by_hand = store.submit(spec("x"), by_hand=True)
-    store.finish(running.id, "me", FAILED)
-    assert store.get(by_hand.id) == by_hand
 
 
 def test_the_jobs_of_a_commit(store: JobStore) -> None:

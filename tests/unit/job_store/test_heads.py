@@ -6,6 +6,7 @@ import pytest
 from jobs.errors import HeadAway, NoHead
 from jobs.job import FindHead, Head, Job, JobRequest, delivery_ids
 from jobs.queue import HEAD_RETRY_SECONDS
+from jobs.spec import RevisionRange
 from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, FAILED, Clock, claim, delivery, spec
 
@@ -86,15 +87,10 @@ def test_a_head_that_failed_is_trained_again(store: JobStore) -> None:
 def test_a_job_by_hand_is_never_left_out_and_trains_the_head_of_its_start(store: JobStore) -> None:
     push(store, "a", "d1")
     train(store, "a")
-    store.submit(spec("x").model_copy(update={"revisions": head_of_main()}), by_hand=True)
+    main = RevisionRange(repo="acme/faq", ref="refs/heads/main")
+    store.submit(spec(revisions=main), by_hand=True)
     ended = train(store, "a")
     assert (ended.outcome, commits(ended)) == (DONE, ("a", "a"))
-
-
-def head_of_main() -> object:
-    revisions = spec("x").revisions
-    assert revisions is not None
-    return revisions.model_copy(update={"new_sha": None})
 
 
 def test_a_job_by_hand_for_a_commit_keeps_it(store: JobStore) -> None:

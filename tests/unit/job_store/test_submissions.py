@@ -18,16 +18,6 @@ def test_a_submission_is_a_pending_job_with_spec_and_payload(store: JobStore) ->
     assert not job.has_ended
 
 
-def test_a_delivery_is_answered_once(store: JobStore) -> None:
-    assert answer_to(store, "hub", "d1") is None
-    first = store.submit(spec("b", "a"), delivery=delivery("d1"))
-    again = store.submit(spec("b", "a"), delivery=delivery("d1"))
-    assert again.id == first.id
-    assert answer_to(store, "hub", "d1") == {"job": first.id}
-    assert answer_to(store, "another source", "d1") is None
-    assert len(store.list()) == 1
-
-
 def test_a_delivery_that_was_absorbed_answers_with_the_job_that_absorbed_it(
     store: JobStore,
 ) -> None:

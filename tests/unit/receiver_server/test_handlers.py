@@ -42,14 +42,6 @@ def test_a_handler_is_reached_under_its_own_name_or_an_explicit_one(
     assert client.post("/webhooks/unknown", json=dataset_update()).status_code == 404
 
 
-def test_a_decorated_function_stays_callable(server: WebhooksServer) -> None:
-    @server.add_webhook
-    def double(payload: int) -> int:
-        return payload * 2
-
-    assert double(21) == 42
-
-
 def test_a_path_is_taken_once(server: WebhooksServer) -> None:
     server.add_webhook("/same")(print)
     with pytest.raises(ValueError, match="Webhook /webhooks/same already exists"):
@@ -99,18 +91,6 @@ async def test_a_sync_handler_does_not_block_the_loop(server: WebhooksServer) ->
         calls = [client.post("/webhooks/x", json=dataset_update()) for _ in range(2)]
         answers = await asyncio.gather(*calls)
     assert [answer.status_code for answer in answers] == [200, 200]
-
-
-def test_a_failing_handler_is_a_500_that_says_nothing_of_the_inside(
-    server: WebhooksServer, client: TestClient
-) -> None:
-    @server.add_webhook
-    async def x(payload: WebhookPayload) -> None:
-        raise RuntimeError("the database password is hunter2")
-
-    answer = client.post("/webhooks/x", json=dataset_update())
-    assert answer.status_code == 500
-    assert answer.json() == {"error": "The handler failed; the log says why."}
 
 
 def test_a_streamed_answer_is_passed_on(server: WebhooksServer, client: TestClient) -> None:

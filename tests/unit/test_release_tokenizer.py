@@ -1,16 +1,27 @@
-"""A release's tokenizer gives the ids that `AutoTokenizer` gives."""
+"""A release's tokenizer gives the ids that `AutoTokenizer` gives, knows which tokens end an answer,
+and goes live only with a network that has its tokens."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import AutoTokenizer
 
 from serving.chat_template import normalise
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer
+from tests.serving_fixtures import EOS, byte_tokenizer
 
 TEXTS = ("ab ab", " ab", "", "a<end>b a", "b  a")
 
@@ -86,18 +97,18 @@ CASES: dict[str, tuple[Tokenizer, dict[str, Any]]] = {
 }
 
 
-def store(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> Path:
+def store(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any], **config: object) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
+    config = {"vocab_size": 300, "max_position_embeddings": 64, **config}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer_config.json").write_text(json.dumps({**NAMES, **settings}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_ids_are_those_of_auto_tokenizer(name: str, tmp_path: Path) -> None:
     tokenizer, settings = CASES[name]
-    folder = store(tmp_path, tokenizer, settings)
+    folder = store(tmp_path, tokenizer, NAMES | settings, model_type="llama")
     found, wanted = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         assert list(found.encode(text)) == wanted(text)["input_ids"], text
@@ -118,7 +129,8 @@ def test_ids_are_those_of_auto_tokenizer(name: str, tmp_path: Path) -> None:
 def test_special_tokens_are_those_of_auto_tokenizer(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = store(tmp_path, byte_level(), {"tokenizer_class": "GPT2Tokenizer", **settings})
+    told = NAMES | {"tokenizer_class": "GPT2Tokenizer", **settings}
+    folder = store(tmp_path, byte_level(), told, model_type="llama")
     special = {"bos_token": {"content": "<begin>", "lstrip": False}, "eos_token": "<end>"}
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -149,4 +161,102 @@ def test_defaults_that_no_request_could_ask_for_are_refused(
     folder = store(tmp_path, byte_level(), {})
     (folder / "generation_config.json").write_text(json.dumps({field: value}))
     with pytest.raises(ReleaseError, match=r"generation_config\.json: (temp|top_p|max_tokens)"):
+        load_tokenizer(folder)
+
+
+IM_END, BEYOND = EOS + 1, EOS + 2
+
+
+@pytest.mark.parametrize(
+    ("of_tokenizer", "generation", "config", "ids"),
+    [
+        # Conversations were trained on a base model: only the tokenizer names the new end.
+        ("<|im_end|>", {"eos_token_id": EOS}, {"eos_token_id": EOS}, {IM_END, EOS}),
+        ("<|im_end|>", None, {"eos_token_id": EOS}, {IM_END, EOS}),
+        ({"content": "<|im_end|>"}, {"eos_token_id": [EOS, 7]}, {}, {IM_END, EOS, 7}),
+        ("<|im_end|>", {"eos_token_id": IM_END}, {}, {IM_END}),
+        (None, {"eos_token_id": 7}, {"eos_token_id": EOS}, {7}),
+        (None, {"eos_token_id": -1}, {}, set()),
+        (None, {"eos_token_id": None}, {"eos_token_id": [EOS, 7]}, {EOS, 7}),
+        ("<|im_end|>", {}, {}, {IM_END}),
+        ("unknown", {}, {"eos_token_id": None}, set()),
+        # The network has no embedding for it.
+        ("<beyond>", {"eos_token_id": [EOS, BEYOND]}, {}, {EOS}),
+    ],
+)
+def test_the_tokenizer_and_the_configs_add_up(
+    tmp_path: Path,
+    of_tokenizer: object,
+    generation: dict[str, Any] | None,
+    config: dict[str, Any],
+    ids: set[int],
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>"), AddedToken("<beyond>")])
+    store(tmp_path, tokenizer, {"eos_token": of_tokenizer}, vocab_size=BEYOND, **config)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    found = load_tokenizer(tmp_path).eos_token_ids
+    assert set(found) == ids and len(found) == len(ids)
+
+
+NUM_TOKENS = 257
+"""What the network has: as many as `byte_tokenizer`."""
+
+
+def larger() -> Tokenizer:
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġhello", "Ġworld"]
+    return Tokenizer(models.BPE({text: i for i, text in enumerate(alphabet)}, []))
+
+
+def with_image() -> Tokenizer:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
+    return tokenizer
+
+
+def image_first() -> Tokenizer:
+    tokenizer = with_image()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<image> $A", special_tokens=[("<image>", NUM_TOKENS)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "template", "named"),
+    [
+        (larger, None, "token 'Ġworld' has the id 257"),
+        (image_first, None, "token '<image>' has the id 257"),
+        (with_image, "<image>{{ messages[0].content }}", "token '<image>' has the id 257"),
+        (with_image, "{{ bos_token }}{{ messages }}", "token '<image>' has the id 257"),
+    ],
+    ids=["vocabulary", "around each text", "in the chat template", "by its name there"],
+)
+def test_a_tokenizer_that_is_larger_than_the_network_is_refused(
+    tmp_path: Path, make: Callable[[], Tokenizer], template: str | None, named: str
+) -> None:
+    settings = {"bos_token": "<image>"}
+    folder = store(tmp_path, make(), settings, vocab_size=NUM_TOKENS)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ReleaseError) as raised:
+        load_tokenizer(folder)
+    (reason,) = raised.value.reasons
+    assert reason.startswith(f"tokenizer.json: {named}, but vocab_size in config.json is 257")
+    store(tmp_path, make(), settings, vocab_size=NUM_TOKENS + 1)
+    assert load_tokenizer(folder).vocab_size == NUM_TOKENS + 1
+
+
+def test_an_added_token_that_no_ordinary_prompt_has_is_no_reason(tmp_path: Path) -> None:
+    """As in Gemma 3 of 1B. A text that spells it out is refused when it comes."""
+    folder = store(tmp_path, with_image(), {}, vocab_size=NUM_TOKENS)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert load_tokenizer(folder).encode("<image>") == (NUM_TOKENS,)
+
+
+def test_a_chat_template_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    folder = store(tmp_path, byte_tokenizer(), {}, vocab_size=NUM_TOKENS)
+    (folder / "chat_template.jinja").write_bytes("café".encode("latin-1"))
+    with pytest.raises(ReleaseError, match=r"chat_template\.jinja: not UTF-8 text"):
         load_tokenizer(folder)

@@ -1,10 +1,15 @@
-"""What is NaN or infinite is found in every dtype that a network computes with."""
+"""What is NaN or infinite is found in every dtype that a network computes with. Reading shards
+gives way to the threads that answer, and never asks for more than the server has."""
+
+import os
+import sys
+import threading
 
 import pytest
 import torch
 
 from serving.weights import shards
-from serving.weights.shards import DTYPES, is_finite
+from serving.weights.shards import DTYPES, is_finite, yield_to_other_threads
 
 FLOATS = sorted((dtype for dtype in DTYPES if dtype.is_floating_point), key=str)
 
@@ -31,3 +36,20 @@ def test_the_largest_number_is_one() -> None:
 def test_whole_numbers_are_finite() -> None:
     assert is_finite(torch.tensor([-(2**62), 2**62]))
     assert is_finite(torch.empty(0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there, a thread has its own nice value")
+@pytest.mark.parametrize(("before", "after"), [(0, 5), (10, 10)])
+def test_a_nice_value_only_rises(before: int, after: int) -> None:
+    # Only root may lower one, so a server under `nice` could not stage.
+    found: list[int] = []
+
+    def stage() -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, before)
+        yield_to_other_threads()
+        found.append(os.getpriority(os.PRIO_PROCESS, 0))
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    thread.join()
+    assert found == [after]
