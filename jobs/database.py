@@ -191,11 +191,10 @@ def _as_store_error(engine: Engine) -> Iterator[None]:
         yield
     except (SQLAlchemyError, engine.dialect.loaded_dbapi.Error) as error:
         shown = engine.url.render_as_string(hide_password=True)
-        cause = getattr(error, "orig", None) or error
+        cause = str(getattr(error, "orig", None) or error).strip().rstrip(".?")
         raise StoreError(
-            f"The database {shown} failed: {str(cause).strip()}. The failed transaction changed "
-            "nothing. Check that the database can be reached, and that its disk is writable and "
-            "not full."
+            f"The database {shown} failed: {cause}. The failed transaction changed nothing. "
+            "Check that the database can be reached, and that its disk is writable and not full."
         ) from error
 
 

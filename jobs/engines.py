@@ -2,7 +2,8 @@
 
 When such an agent begins and ends, the store learns from the agent, as from one on this machine.
 The engine is asked only when a lease has run out: while it has the attempt in its queue, the lease
-is extended; otherwise it says why the agent is gone.
+is extended; otherwise it says why the agent is gone. All runners ask. The one on the machine of the
+submission decides; others take over if it has been silent for GIVE_UP_SECONDS.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from jobs.errors import LaunchError, LeaseLost
 from jobs.job import Job, outcome_of, start_ticket
 from jobs.launcher import EngineStatus, Launcher
 from jobs.outcome import JobOutcome
+from jobs.process import ProcessIdentity, process_here
 from jobs.settings import JobsSettings
 from jobs.spec import JOB_TICKET, JOB_URL
 from jobs.store import JobStore
@@ -130,15 +132,18 @@ class Engines:
             except LaunchError as error:
                 logger.warning("Job %s: %s; asking again", job.id, error)
                 return
-        if status.state in ("queued", "running"):
-            assert job.lease_until is not None
-            if job.handle is None:
-                with contextlib.suppress(LeaseLost):  # ended meanwhile
-                    lease_seconds = self._settings.lease_seconds
-                    self._store.heartbeat(job.id, job.owner, lease_seconds, is_queued=True)
-                return
-            if self._store.now() < job.lease_until + GIVE_UP_SECONDS:
-                return  # the agent may only be cut off, and tries to reach its hub for as long
+        assert job.lease_until is not None
+        has_it = status.state in ("queued", "running")
+        if has_it and job.handle is None:
+            with contextlib.suppress(LeaseLost):  # ended meanwhile
+                lease_seconds = self._settings.lease_seconds
+                self._store.heartbeat(job.id, job.owner, lease_seconds, is_queued=True)
+            return
+        # An engine such as podman knows only what was submitted on its machine.
+        may_have_it = has_it or (status.state == "unknown" and runner_here(job) is None)
+        # The agent may only be cut off, and tries to reach its hub for as long.
+        if may_have_it and self._store.now() < job.lease_until + GIVE_UP_SECONDS:
+            return
         what = "began" if job.handle is None else "went on"
         reason = f"No agent {what} on {job.spec.launcher}: {status.state} ({status.told})."
         stage = "launch" if job.handle is None else "lost"
@@ -169,6 +174,12 @@ def _clear_away(launcher: Launcher, name: str) -> None:
     except LaunchError as error:
         # An agent that starts in spite of this may not begin, because the attempt has ended.
         logger.warning("%s", error)
+
+
+def runner_here(job: Job) -> ProcessIdentity | None:
+    """The runner that has started the attempt. None if it is a process of another machine."""
+    name, _, number = (job.owner or "").rpartition("/")
+    return process_here(name) if name and number else None
 
 
 def _name_of_attempt(job: Job) -> str:

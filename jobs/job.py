@@ -131,7 +131,8 @@ class Job:
     same time as a push job of the same pipeline."""
     waits_for: str | None = None
     """Why a pending job is not started although it may be due: its pipeline is paused, another job
-    of the pipeline is running, or the head of its ref cannot be read. None otherwise."""
+    of the pipeline is running, or the head of its ref cannot be read. Or why a running job does
+    nothing now: it waits for its next attempt, or for an agent on an engine. None otherwise."""
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from jobs.attempt import (
     record_result,
     time_limit,
 )
-from jobs.engines import Engines
+from jobs.engines import Engines, runner_here
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
 from jobs.job import (
@@ -387,9 +387,9 @@ def _is_dead(job: Job) -> bool:
 def _is_left_behind(job: Job) -> bool:
     """Whether an agent of this machine runs the attempt, and its runner is dead."""
     agent = _agent_of(job)
-    if agent is None or job.owner is None or "/" not in job.owner:
+    if agent is None:
         return False
-    runner = process_here(job.owner.rpartition("/")[0])
+    runner = runner_here(job)
     return runner is not None and not is_alive(runner) and is_alive(agent)
 
 

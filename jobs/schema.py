@@ -10,6 +10,7 @@ more jobs.
 """
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -37,7 +38,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 from jobs.errors import JobNotFound, LeaseLost
 from jobs.job import Job, final_state
 from jobs.outcome import JobOutcome
-from jobs.spec import JobSpec
+from jobs.spec import LOCAL, JobSpec
 
 METADATA = MetaData()
 
@@ -157,11 +158,17 @@ def job_from_row(
     if row.state == "SCHEDULING" and not row.by_hand and row.pipeline in paused:
         waits_for = f"{row.pipeline} is paused; to go on: pipeline resume {row.pipeline}"
     outcome = None if row.outcome is None else JobOutcome.model_validate_json(row.outcome)
+    spec = JobSpec.model_validate_json(row.spec)
+    if row.state == "RUNNING" and row.owner is None and outcome is not None:
+        at = time.strftime("%H:%M:%S", time.localtime(row.run_after))
+        waits_for = (
+            f"attempt {row.attempt - 1} failed; the next one may start at {at}: {outcome.reason}"
+        )
+    elif row.state == "RUNNING" and row.handle is None and spec.launcher != LOCAL:
+        waits_for = f"no agent has begun on {spec.launcher} yet"
     facts = {name: getattr(row, name) for name in _FIELDS} | {
         "id": job_id_of(row.number),
-        "spec": with_revisions(
-            JobSpec.model_validate_json(row.spec), delivery_ids=tuple(dict.fromkeys(delivery_ids))
-        ),
+        "spec": with_revisions(spec, delivery_ids=tuple(dict.fromkeys(delivery_ids))),
         "payload": None if row.payload is None else json.loads(row.payload),
         "outcome": outcome if row.ended_at is not None else None,
         "last_failure": outcome if row.ended_at is None else None,

@@ -69,6 +69,24 @@ def read_tokens(file: Path) -> Tokens:
     return tokens
 
 
+def tokens_of_hub(file: Path, hub_url: str) -> Tokens:
+    """Read the tokens on another machine than the hub's, where new tokens would be wrong ones.
+    Raises PipelineError as `read_tokens`, and if the hub refuses them: with them, a runner would
+    fail each job that it takes. If the hub cannot be reached now, they are not checked."""
+    import httpx  # only here, because most commands do not need it
+
+    tokens = read_tokens(file)
+    with suppress(httpx.TransportError):
+        bearer = {"Authorization": f"Bearer {tokens.hub}"}
+        asked = httpx.get(f"{hub_url}/api/whoami-v2", headers=bearer, timeout=10, trust_env=False)
+        if asked.status_code == 401:
+            raise PipelineError(
+                f"the hub at {hub_url} refuses the token in {file}; copy this file from the hub's "
+                "machine"
+            )
+    return tokens
+
+
 def secret_in_shell(file: Path) -> str:
     """A shell expression that reads the webhook secret from the file. hotpush prints some shell
     commands for the user to copy. These shell commands contain this expression instead of the

@@ -350,5 +350,5 @@ def bind(settings: ServingSettings) -> socket.socket:
     except OSError as error:
         raise ServingError(
             f"cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}; "
-            "choose another `port` under [serving] or [[pipelines]]"
+            "choose another address under [serving] or [[pipelines]]"
         ) from None

@@ -50,9 +50,7 @@ def run(
     ] = None,
     launcher: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Where to run: `local`, or [launchers.NAME] of the settings."
-        ),
+        typer.Option(metavar="NAME", help="Where to run: `local`, or a launcher of the settings."),
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to ask the launcher for.")] = None,
     image: Annotated[str | None, typer.Option(help="The container image to run there.")] = None,

@@ -238,6 +238,7 @@ def as_record(job: Job) -> dict[str, Any]:
     return asdict(job) | {
         "spec": job.spec.model_dump(mode="json"),
         "outcome": job.outcome.model_dump(mode="json") if job.outcome else None,
+        "last_failure": job.last_failure.model_dump(mode="json") if job.last_failure else None,
     }
 
 

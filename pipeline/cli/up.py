@@ -27,7 +27,7 @@ from pipeline.stack.record import read_stack, running_settings
 from pipeline.stack.services import RUNNER, choose, services_of
 from pipeline.stack.subscriptions import subscribe, subscribe_at_other_hubs
 from pipeline.stack.supervisor import STOP_SECONDS, Stack, lock_stack
-from pipeline.tokens import load_tokens, read_tokens
+from pipeline.tokens import load_tokens, tokens_of_hub
 
 app = typer.Typer()
 
@@ -66,13 +66,13 @@ def up(
 
     # `down` sends SIGTERM. Make SIGTERM end the stack in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # On another machine than the hub's, new tokens would be wrong ones.
-    tokens = (load_tokens if "hub" in names else read_tokens)(home.tokens_file)
+    has_hub, file = "hub" in names, home.tokens_file
+    tokens = load_tokens(file) if has_hub else tokens_of_hub(file, settings.hub_url)
     say = partial(print, flush=True)
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     try:
         stack.start(say)
-        if "hub" in names:
+        if has_hub:
             subscribe(settings, home, tokens)
         if "receiver" in names:
             for line in subscribe_at_other_hubs(settings, home, tokens):

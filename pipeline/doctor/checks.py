@@ -206,7 +206,9 @@ def check_deliveries(facts: Facts) -> Iterator[Finding]:
             counted = select(status, func.count().label("number")).group_by(status)
             counts = {row.status: row.number for row in connection.execute(counted)}
     except StoreError as error:
-        yield wrong("deliveries", str(error), "restore it from a backup")
+        yield wrong(
+            "deliveries", str(error), "let it be reached; if it is damaged, restore a backup"
+        )
         return
     if dead := counts.get("dead", 0):
         step = "pipeline webhooks deliveries says why; pipeline webhooks replay sends one again"

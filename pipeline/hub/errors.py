@@ -100,5 +100,9 @@ class NotSupported(RequestError):
     status = 501
 
 
+class Unavailable(RequestError):
+    status = 503
+
+
 class DiskFull(RequestError):
     status = 507

@@ -2,6 +2,7 @@
 git and git-lfs read."""
 
 import errno
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,9 +15,19 @@ from sqlalchemy.exc import DataError, OperationalError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
-from jobs.errors import JobNotFound, LeaseLost
-from pipeline.hub.errors import BadRequest, Conflict, DiskFull, NotFound, RequestError, TooLarge
+from jobs.errors import JobNotFound, LeaseLost, StoreError
+from pipeline.hub.errors import (
+    BadRequest,
+    Conflict,
+    DiskFull,
+    NotFound,
+    RequestError,
+    TooLarge,
+    Unavailable,
+)
 from serving.http.server import BodiesInFlight
+
+logger = logging.getLogger(__name__)
 
 _HEADER_CHARACTERS = 4000
 """A longer text is cut in a header, because some clients and proxies refuse an answer with more
@@ -85,12 +96,16 @@ async def _on_wrong_text(request: Request, _: Exception) -> Response:
     return await on_request_error(request, wrong)
 
 
-async def _on_failed_disk(request: Request, error: Exception) -> Response:
-    """The answer if the disk is full. Raises any other error of a file or the database again."""
+async def _on_failed_storage(request: Request, error: Exception) -> Response:
+    """The answer if the disk is full, or the database is away. Raises any other error again."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or (isinstance(error, OperationalError) and "is full" in str(error.orig)):
         full = DiskFull("The hub's disk is full: make room, and try again.")
         return await on_request_error(request, full)
+    if isinstance(error, (OperationalError, StoreError)):
+        logger.error("The database failed: %s", str(error).partition("\n")[0])
+        away = Unavailable("The hub cannot use its database now: try again.")
+        return await on_request_error(request, away)
     raise error
 
 
@@ -110,8 +125,9 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
     JobNotFound: _on_job_error,
     LeaseLost: _on_job_error,
     DataError: _on_wrong_text,
-    OSError: _on_failed_disk,
-    OperationalError: _on_failed_disk,
+    OSError: _on_failed_storage,
+    OperationalError: _on_failed_storage,
+    StoreError: _on_failed_storage,
     Exception: _on_crash,
 }
 

@@ -16,7 +16,7 @@ from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import head_finder
 from pipeline.settings import SETTINGS_COPY, load_settings
 from pipeline.stack.services import hub_service
-from pipeline.tokens import load_tokens, read_tokens
+from pipeline.tokens import load_tokens, tokens_of_hub
 
 PRELOAD = (
     "torch",
@@ -49,9 +49,8 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
 
     settings = load_settings()
     log_to_stderr(settings.logs, "runner")
-    # On another machine than the hub's, new tokens would be wrong ones.
-    has_hub = with_hub or SETTINGS_COPY in os.environ
-    tokens = (load_tokens if has_hub else read_tokens)(home.tokens_file)
+    has_hub, file = with_hub or SETTINGS_COPY in os.environ, home.tokens_file
+    tokens = load_tokens(file) if has_hub else tokens_of_hub(file, settings.hub_url)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

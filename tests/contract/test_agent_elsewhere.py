@@ -171,6 +171,23 @@ def test_an_engine_that_starts_nothing_fails_the_job_with_its_words(site: Site) 
     assert "no such queue" in str(outcome.reason)
 
 
+def test_an_attempt_of_a_runner_elsewhere_is_not_given_up_because_this_engine_lacks_it(
+    site: Site,
+) -> None:
+    job = site.submit("wait_for", "go", "0")
+    assert site.store.claim("another-machine 1 boot+1/ab.1", 0.1)
+    asked = site.engine / "asked"
+    count = ("sh", "-c", f"echo >> {asked}")  # knows no name
+    site.launcher = Launcher(site.launcher.settings.model_copy(update={"status": count}))
+    thread = threading.Thread(target=site.run)
+    thread.start()
+    until(lambda: asked.exists() and asked.stat().st_size >= 3)
+    site.stop.set()
+    thread.join()
+    waiting = site.store.get(job.id)
+    assert waiting.attempt == 1 and waiting.waits_for == "no agent has begun on shell yet"
+
+
 def test_a_ticket_starts_one_agent_and_the_token_of_an_old_attempt_does_nothing(site: Site) -> None:
     site.submit("wait_for", "go", "0")
     job = site.store.claim("me", 60)

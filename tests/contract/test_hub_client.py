@@ -237,17 +237,20 @@ def test_the_request_after_a_failure_of_the_hub_is_answered(
             assert client.get("/api/whoami-v2").status_code == 200
 
 
-def test_a_push_that_the_database_has_no_room_for_is_answered_507(
-    hub: RunningHub, worktree: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fault", "status"), [("database or disk is full", 507), ("connection refused", 503)]
+)
+def test_a_push_that_the_database_cannot_record_says_why(
+    hub: RunningHub, worktree: Path, monkeypatch: pytest.MonkeyPatch, fault: str, status: int
 ) -> None:
     def full(*_: object) -> None:
-        raise OperationalError("INSERT", None, sqlite3.OperationalError("database or disk is full"))
+        raise OperationalError("INSERT", None, sqlite3.OperationalError(fault))
 
     commit_file(hub, worktree, "a.txt", "1")
     with monkeypatch.context() as patch:
         patch.setattr(git_http, "record_ref_changes", full)
         told = hub.git("push", "origin", "main", cwd=worktree, check=False)
-        assert "HTTP 507" in told
+        assert f"HTTP {status}" in told
     hub.git("push", "origin", "main", cwd=worktree)
 
 

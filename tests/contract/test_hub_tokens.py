@@ -14,6 +14,8 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from pipeline.errors import PipelineError
+from pipeline.tokens import load_tokens, tokens_of_hub
 from tests.hub_fixtures import RunningHub, commit_file, push_file, running_hub
 
 DATASET: dict[str, Any] = {"repo_type": "dataset"}
@@ -29,6 +31,18 @@ CHANGES: list[Callable[[HfApi], object]] = [
         path_or_fileobj=b"x", path_in_repo="x", repo_id="local/facts", **DATASET
     ),
 ]
+
+
+def test_another_machine_starts_nothing_with_tokens_that_the_hub_does_not_know(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens.json"
+    tokens = load_tokens(file)
+    with pytest.raises(PipelineError, match="copy this file from the hub's machine"):
+        tokens_of_hub(file, hub.url)
+    assert tokens_of_hub(file, "http://127.0.0.1:9") == tokens, "the hub is away"
+    file.write_text(tokens.model_copy(update={"hub": hub.token}).model_dump_json())
+    assert tokens_of_hub(file, hub.url).hub == hub.token
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,16 @@ def test_jobs_are_listed_with_nothing_cut_and_cancelled(
     assert pipeline("jobs", "cancel", job.id).stdout == f"{job.id} is cancelled\n"
 
 
+def test_a_job_that_waits_for_its_next_attempt_says_why() -> None:
+    away = JobOutcome(result="failed", reason="The hub is away.", may_pass=True)
+    with open_job_store(load_settings(), Home.find()) as store:
+        job = store.submit(JobSpec(command=("sleep", "1")))
+        store.claim("me", 60)
+        store.retry(job.id, "me", away, 600)
+    assert json.loads(pipeline("jobs", "ls", "--json").output)[0]["last_failure"]["may_pass"]
+    assert "attempt 1 failed" in pipeline("jobs", "ls").output
+
+
 def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so() -> None:
     with open_job_store(load_settings(), Home.find()) as store:
         job = store.submit(JobSpec(command=("sleep", "1")))

@@ -121,6 +121,7 @@ def test_an_attempt_that_failed_for_a_cause_that_can_pass_waits(
     away = lost(job).model_copy(update={"may_pass": True, "reason": "The hub is away."})
     waits = store.retry(job.id, "me", away, 30)
     assert (waits.state, waits.attempt, waits.run_after) == ("RUNNING", 2, clock.now + 30)
+    assert "attempt 1 failed" in str(waits.waits_for) and "hub is away" in str(waits.waits_for)
     assert store.claim("me", 60) is None and store.seconds_to_next() == 30
     assert store.has_open_jobs()
     clock.now += 30
