@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -157,6 +158,13 @@ def logs(
         if tail is not None:
             offset = tail_offset(home.jobs_dir / found.id, found.identity, tail)
         follow_output(store, found.id, home, sys.stdout.buffer, deadline, offset)
+    host = (found.handle or "").partition(" ")[0]
+    is_here = host in ("", socket.gethostname()) or host.startswith("elsewhere:")
+    if not is_here and not (home.jobs_dir / found.id).exists():
+        raise PipelineError(
+            f"the log of {found.id} is on {host}; to see it here, share {home.jobs_dir} among the "
+            "machines of the runners"
+        )
 
 
 @app.command(cls=ChangesStack)

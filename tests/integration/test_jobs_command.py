@@ -108,6 +108,15 @@ def test_the_end_of_a_log_is_shown(log: str, tail: str, shown: str) -> None:
     assert pipeline("jobs", "logs", "--latest", "--tail", tail).stdout == shown
 
 
+def test_the_log_of_another_machine_is_not_taken_for_an_empty_one() -> None:
+    with open_job_store(load_settings(), Home.find()) as store:
+        job = store.submit(JobSpec(command=("true",)))
+        store.claim("me", 60)
+        store.started(job.id, "me", "far-away 1 boot+1")
+    found = pipeline("jobs", "logs", "--latest")
+    assert "is on far-away; to see it here" in str(found.exception)
+
+
 def test_what_a_model_says_instead_of_its_rows_is_shown() -> None:
     with open_job_store(load_settings(), Home.find()) as store:
         job = store.submit(JobSpec(command=("sleep", "1")))
