@@ -1,13 +1,10 @@
 """The stack as a user meets it: pushes, completions, jobs by hand, rollback, faults."""
 
-from collections.abc import Iterator
-
 import httpx
 import pytest
 
 from tests.jobs_fixtures import new_database, postgres_server
 from tests.stack_fixtures import (
-    Checkout,
     Workplace,
     clone,
     configure,
@@ -15,22 +12,9 @@ from tests.stack_fixtures import (
     findings,
     stack_up,
     workplace,
-    workplace_in,
 )
 
 __all__ = ["postgres_server", "workplace"]
-
-
-@pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workplace, Checkout]]:
-    """A stack with one release, shared by the tests of this module that leave it whole."""
-    workplace = workplace_in(tmp_path_factory.mktemp("loop"))
-    configure(workplace)
-    with stack_up(workplace):
-        checkout = clone(workplace)
-        job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 80)}))
-        assert job["outcome"]["result"] == "promoted", job["outcome"]
-        yield workplace, checkout
 
 
 def served(workplace: Workplace) -> str:
@@ -62,14 +46,17 @@ def test_the_loop_with_its_jobs_on_postgres(workplace: Workplace, postgres_serve
     assert not list(workplace.home.glob("jobs/*.sqlite*"))
 
 
-def test_rollback_and_swap_choose_what_is_served(loop: tuple[Workplace, Checkout]) -> None:
-    workplace, checkout = loop
-    first = served(workplace)
-    workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 100)}))
-    second = served(workplace)
-    assert second != first
-    workplace.run("releases", "rollback")
-    assert served(workplace) == first
-    assert [row["id"] for row in workplace.json("releases", "ls") if row["served"]] == [first]
-    workplace.run("releases", "swap", second)
-    assert served(workplace) == second
+def test_rollback_and_swap_choose_what_is_served(workplace: Workplace) -> None:
+    configure(workplace)
+    with stack_up(workplace):
+        checkout = clone(workplace)
+        workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 80)}))
+        first = served(workplace)
+        workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 100)}))
+        second = served(workplace)
+        assert second != first
+        workplace.run("releases", "rollback")
+        assert served(workplace) == first
+        assert [row["id"] for row in workplace.json("releases", "ls") if row["served"]] == [first]
+        workplace.run("releases", "swap", second)
+        assert served(workplace) == second

@@ -1,7 +1,6 @@
 """`pipeline data check` on a folder, in a clone, and on the newest commit of a dataset."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from typer.testing import CliRunner
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 from pipeline.hub.repositories import repository_name
-from tests.hub_fixtures import stopped_hub
+from tests.hub_fixtures import TOKEN, git_env, run_git, stopped_hub
 
 FILES = {
     "faq.jsonl": (
@@ -24,12 +23,7 @@ FILES = {
 
 
 def git(folder: Path, *arguments: str) -> None:
-    subprocess.run(
-        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
+    run_git(*arguments, cwd=folder, env=git_env("http://127.0.0.1", TOKEN))
 
 
 @pytest.fixture
@@ -120,32 +114,24 @@ def test_a_clone_without_git_lfs_says_what_a_job_fetches(clone: Path) -> None:
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 
 
-@pytest.mark.parametrize("base", ["folder", "preset"])
-def test_rows_that_the_template_refuses_are_named_before_a_first_release(
-    clone: Path, base: str
-) -> None:
+def test_rows_that_the_template_refuses_are_named_before_a_first_release(clone: Path) -> None:
     from pipeline.retrain.base_model import CHAT_TEMPLATE, train_tokenizer
 
+    tokenizer = train_tokenizer([])
+    tokenizer.chat_template = REFUSES + CHAT_TEMPLATE
+    base = clone.parent / "base"
+    tokenizer.save_pretrained(base)
+    (base / "config.json").write_text("{}")
     settings = clone.parent / "project" / "pipeline.toml"
-    words = "leaves out 'lookup'"
-    if base == "folder":
-        words = "refuses it (no system role)"
-        tokenizer = train_tokenizer([])
-        tokenizer.chat_template = REFUSES + CHAT_TEMPLATE
-        tokenizer.save_pretrained(clone.parent / "base")
-        (clone.parent / "base" / "config.json").write_text("{}")
-        text = settings.read_text().replace(
-            "[pipelines.data", f"base_model = '{clone.parent / 'base'}'\n[pipelines.data"
-        )
-        settings.write_text(text)
+    named = f"base_model = '{base}'\n[pipelines.data"
+    settings.write_text(settings.read_text().replace("[pipelines.data", named))
     row = {
         "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
         "system": "Be brief.",
-        "tools": [{"name": "lookup"}],
     }
     (clone / "talks.jsonl").write_text((json.dumps(row) + "\n") * 9)
     found = CliRunner().invoke(app, ["data", "check", str(clone)])
-    assert found.output.count(words) == 1 and found.exit_code == 1
+    assert found.output.count("refuses it (no system role)") == 1 and found.exit_code == 1
     assert "9 rows: talks.jsonl, line 1, talks.jsonl, line 2, " in found.output
 
 

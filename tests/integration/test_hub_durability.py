@@ -13,8 +13,6 @@ import httpx
 import pytest
 from huggingface_hub import HfApi
 
-from jobs.errors import StoreError
-from pipeline.hub.database import open_database
 from pipeline.hub.errors import HubError
 from tests.hub_fixtures import (
     SECRET_KEY,
@@ -24,6 +22,7 @@ from tests.hub_fixtures import (
     commit_file,
     create_empty,
     git_env,
+    push_file,
     recording_receiver,
     run_git,
     running_hub,
@@ -115,8 +114,7 @@ def test_a_push_before_a_kill_is_delivered_after_it(
     worktree = make_worktree(hub, tmp_path / "facts")
     port = free_port()
     hub.api.create_webhook(url=f"http://127.0.0.1:{port}/", watched=WATCHED)
-    sha = commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    sha = push_file(hub, worktree, "a.txt", "1")
     hub.kill()
     with recording_receiver(port) as receiver:
         hub.start()
@@ -180,14 +178,6 @@ def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
     assert hub.api.whoami()["name"] == "local"
 
 
-def test_a_file_that_is_no_database_is_refused_untouched(tmp_path: Path) -> None:
-    path = tmp_path / "hub.sqlite"
-    path.write_bytes(b"not a database" * 100)
-    with pytest.raises(StoreError, match="not a database"):
-        open_database(tmp_path)
-    assert path.read_bytes() == b"not a database" * 100
-
-
 def git_processes() -> set[int]:
     """Process ids of this process's children that are git."""
     found = subprocess.run(
@@ -223,8 +213,7 @@ def test_a_push_that_breaks_off_changes_nothing(hub: RunningHub, worktree: Path)
             b"Content-Type: application/x-git-receive-pack-request\r\n"
             b"Content-Length: 1000000\r\n\r\n00"
         )
-    sha = commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    sha = push_file(hub, worktree, "a.txt", "1")
     assert hub.api.dataset_info("local/facts").sha == sha
     wait_until(lambda: not list((hub.root / "incoming").iterdir()))
 

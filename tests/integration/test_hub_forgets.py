@@ -8,7 +8,7 @@ from sqlalchemy import delete
 from pipeline.hub import database as tables
 from pipeline.hub.large_files import LargeFiles
 from serving.weights import release_store
-from tests.hub_fixtures import commit_file, running_hub, stopped_hub, wait_until
+from tests.hub_fixtures import commit_file, push_file, running_hub, stopped_hub, wait_until
 from tests.integration.test_hub_purge import Place, place, pushed
 
 __all__ = ["place", "pushed"]
@@ -26,10 +26,8 @@ def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_
     ) as hub:
         work = tmp_path / "clone"
         hub.git("clone", "-q", hub.create_dataset("local/facts"), str(work), cwd=tmp_path)
-        first, needless = (commit_file(hub, work, "a.txt", text) for text in ("one", "two"))
-        hub.git("push", "-q", "origin", "HEAD:main", cwd=work)
-        needed.add(commit_file(hub, work, "a.txt", "three"))
-        hub.git("push", "-q", "origin", "HEAD:main", cwd=work)
+        first, needless = (push_file(hub, work, "a.txt", text) for text in ("one", "two"))
+        needed.add(push_file(hub, work, "a.txt", "three"))
         needed.add(commit_file(hub, work, "a.txt", "four"))
         hub.git("push", "-q", "origin", "HEAD:side", cwd=work)
         hub.git("push", "-q", "--force", "origin", f"{first}:main", ":side", cwd=work)

@@ -1,10 +1,7 @@
 """A hub whose disk is full refuses what it cannot store, says so, and takes it once there is
 room."""
 
-import hashlib
-import json
 import os
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +10,8 @@ import pytest
 
 from tests.disk_fixtures import fill, small_disk
 from tests.hub_fixtures import RunningHub, running_hub
+from tests.integration.test_hub_hostile_input import commit, file
+from tests.integration.test_hub_large_file_faults import signed
 
 
 @pytest.fixture
@@ -27,25 +26,15 @@ def hub(disk: Path) -> Iterator[RunningHub]:
         yield hub
 
 
-def commit(hub: RunningHub, path: str, content: str, query: str = "") -> httpx.Response:
-    encoded = b64encode(content.encode()).decode()
-    lines = [
-        {"key": "header", "value": {"summary": "Change"}},
-        {"key": "file", "value": {"path": path, "content": encoded}},
-    ]
-    body = "\n".join(json.dumps(line) for line in lines)
-    url = f"/api/datasets/local/facts/commit/main{query}"
-    return hub.request("POST", url, content=body)
-
-
 def test_what_finds_no_room_is_answered_507_and_leaves_nothing(hub: RunningHub, disk: Path) -> None:
     hub.api.create_repo("local/facts", repo_type="dataset")
-    assert commit(hub, "pr.txt", "1", "?create_pr=1").status_code == 200
+    opened = commit(hub, "local/facts", file("pr.txt"), to="main?create_pr=1")
+    assert opened.status_code == 200
     talk = {"title": "Full", "description": "words " * 500}
     discussions = "/api/datasets/local/facts/discussions"
     changes: list[Callable[[], httpx.Response]] = [
-        lambda: commit(hub, "a.txt", "small"),
-        lambda: commit(hub, "b.txt", os.urandom(100_000).hex()),
+        lambda: commit(hub, "local/facts", file("a.txt")),
+        lambda: commit(hub, "local/facts", file("b.txt", os.urandom(100_000).hex())),
         lambda: hub.request("POST", f"{discussions}/1/merge", json={}),
         lambda: hub.request("POST", discussions, json=talk),
     ]
@@ -72,10 +61,7 @@ def test_a_large_file_that_finds_no_room_is_answered_507_and_leaves_nothing(
 ) -> None:
     hub.create_dataset("local/facts")
     content = os.urandom(300_000)
-    wanted = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content)}
-    batch = {"operation": "upload", "objects": [wanted]}
-    answer = hub.request("POST", "/datasets/local/facts.git/info/lfs/objects/batch", json=batch)
-    url = answer.json()["objects"][0]["actions"]["upload"]["href"]
+    url = signed(hub, "upload", content)
     fill(disk, leave=4096)
     refused = httpx.put(url, content=content, timeout=60)
     assert (refused.status_code, "make room" in refused.json()["error"]) == (507, True)

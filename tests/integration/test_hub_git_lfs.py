@@ -12,10 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.formats import Pointer
 from pipeline.hub.large_files import LargeFiles
-from tests.hub_fixtures import RunningHub, commit_file, running_hub
-
-ROWS = "".join(f'{{"text": "row {number}"}}\n' for number in range(5000))
-NOISE = os.urandom(3_000_000)
+from tests.hub_fixtures import RunningHub, commit_file, push_file, running_hub
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +23,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
         yield hub
 
 
-@pytest.fixture(scope="module")
-def pushed(hub: RunningHub, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The sha of a commit with two large files, and a small one."""
-    worktree = new_clone(hub, tmp_path_factory.mktemp("pushed"), "local/facts")
-    (worktree / "data").mkdir()
-    (worktree / "data" / "train.jsonl").write_text(ROWS)
-    (worktree / "noise.bin").write_bytes(NOISE)
-    sha = commit_file(hub, worktree, "README.md", "# Facts, of which two are large\n")
-    hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
-    return sha
-
-
 def new_clone(hub: RunningHub, folder: Path, name: str) -> Path:
     hub.create_dataset(name)
     hub.git("init", "-q", "work", cwd=folder)
@@ -46,10 +31,6 @@ def new_clone(hub: RunningHub, folder: Path, name: str) -> Path:
     hub.git("lfs", "install", "--local", cwd=worktree)
     hub.git("lfs", "track", "*.bin", "*.jsonl", cwd=worktree)
     return worktree
-
-
-def oid(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Path) -> None:
@@ -64,32 +45,26 @@ def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Pat
     assert "not supported by this hub" in said
 
 
-def test_listings_tell_the_large_files(hub: RunningHub, pushed: str) -> None:
+def test_listings_tell_the_large_files(hub: RunningHub, tmp_path: Path) -> None:
+    content = os.urandom(3_000_000)
+    oid, size = hashlib.sha256(content).hexdigest(), len(content)
+    worktree = new_clone(hub, tmp_path, "local/facts")
+    (worktree / "noise.bin").write_bytes(content)
+    push_file(hub, worktree, "README.md", "# Facts, of which one is large\n")
     listed = hub.api.list_repo_tree("local/facts", repo_type="dataset", recursive=True)
     files = {item.path: item for item in listed if hasattr(item, "size")}
     [same] = hub.api.get_paths_info("local/facts", ["noise.bin"], repo_type="dataset")
     for file in (files["noise.bin"], same):
-        assert file.size == file.lfs.size == len(NOISE)
-        assert file.lfs.sha256 == oid(NOISE)
-        pointer = Pointer(oid=oid(NOISE), size=len(NOISE)).render()
+        assert file.size == file.lfs.size == size
+        assert file.lfs.sha256 == oid
+        pointer = Pointer(oid=oid, size=size).render()
         assert file.lfs.pointer_size == len(pointer)
         assert file.blob_id == hashlib.sha1(b"blob %d\0" % len(pointer) + pointer).hexdigest()
     assert files["README.md"].lfs is None
     siblings = hub.api.dataset_info("local/facts", files_metadata=True).siblings
     [noise] = [each for each in siblings or [] if each.rfilename == "noise.bin"]
-    assert noise.size == noise.lfs.size == len(NOISE)
-    assert noise.lfs.sha256 == oid(NOISE)
-
-
-def test_the_head_of_a_large_file(hub: RunningHub, pushed: str) -> None:
-    path = "/datasets/local/facts/resolve/main/noise.bin"
-    head = hub.request("HEAD", path)
-    assert head.headers["x-repo-commit"] == pushed
-    assert head.headers["etag"] == f'"{oid(NOISE)}"'
-    assert head.headers["content-length"] == str(len(NOISE))
-    assert not [name for name in head.headers if name.startswith("x-xet")]
-    part = hub.request("GET", path, headers={"Range": "bytes=-5"})
-    assert (part.status_code, part.content) == (206, NOISE[-5:])
+    assert noise.size == noise.lfs.size == size
+    assert noise.lfs.sha256 == oid
 
 
 def test_a_large_file_that_never_came_is_told(hub: RunningHub, tmp_path: Path) -> None:

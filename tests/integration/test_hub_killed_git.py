@@ -9,7 +9,7 @@ import pytest
 
 from jobs.process import IS_LINUX
 from pipeline.hub.git import PLACE, git_environment
-from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
+from tests.hub_fixtures import RunningHub, commit_file, push_file, running_hub, wait_until
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -36,9 +36,7 @@ def locks(repository: Path) -> list[Path]:
 
 
 def push(hub: RunningHub, worktree: Path) -> str:
-    sha = commit_file(hub, worktree, "a.txt", os.urandom(8).hex())
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
-    return sha
+    return push_file(hub, worktree, "a.txt", os.urandom(8).hex())
 
 
 def test_what_a_killed_git_left_is_gone_when_the_hub_is_up_again(tmp_path: Path) -> None:

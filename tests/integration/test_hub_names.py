@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hub_fixtures import RunningHub, commit_file
+from tests.hub_fixtures import RunningHub, push_file
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -32,8 +32,7 @@ def test_a_failed_commit_creates_nothing(hub: RunningHub) -> None:
 
 
 def test_a_failed_commit_moves_nothing(hub: RunningHub, worktree: Path) -> None:
-    sha = commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    sha = push_file(hub, worktree, "a.txt", "1")
     with commits_fail(hub):
         body = {"fromRepo": "local/facts", "toRepo": "local/other", "type": "dataset"}
         assert hub.request("POST", "/api/repos/move", json=body).status_code == 500

@@ -30,6 +30,7 @@ from tests.hub_fixtures import (
     TOKEN,
     RunningHub,
     commit_file,
+    push_file,
     run_git,
     running_hub,
 )
@@ -102,9 +103,7 @@ class Place:
         return str(error)
 
     def push(self, hub: RunningHub, file: str, content: str) -> str:
-        sha = commit_file(hub, self.worktree, file, content)
-        hub.git("push", "-q", "origin", "main", cwd=self.worktree)
-        return sha
+        return push_file(hub, self.worktree, file, content)
 
     def push_away(self, hub: RunningHub) -> None:
         hub.git("reset", "-q", "--hard", self.good, cwd=self.worktree)

@@ -61,23 +61,6 @@ def test_a_new_runner_watches_the_attempt_of_a_killed_one(house: House) -> None:
     assert pids_in(house.log(job)) == [pid], "it was started once"
 
 
-def test_a_job_that_ended_while_no_runner_was_there(house: House) -> None:
-    first = house.run_process()
-    jobs = [
-        house.store.submit(program("wait_for", "go", code, pipeline=f"p{code}"))
-        for code in ("0", "4")
-    ]
-    for job in jobs:
-        pids_in(house.log(job))
-    first.kill()
-    first.wait()
-    for job in jobs:
-        (house.jobs_dir / job.id / "go").touch()
-    assert [house.ended(job).state for job in jobs] == ["COMPLETED", "ERROR"]
-    outcome = house.store.get(jobs[1].id).outcome
-    assert outcome is not None and outcome.exit_code == 4
-
-
 def agent_of(house: House, job: Job) -> int:
     process = process_here(until(lambda: house.store.get(job.id).handle))
     assert process is not None
@@ -97,8 +80,6 @@ def test_a_killed_agent_is_noticed_before_its_lease_runs_out(house: House) -> No
 
 def test_a_frozen_agent_is_killed_and_the_job_goes_on(house: House) -> None:
     house.run()
-    job = house.store.submit(program("die_once"))
-    assert house.ended(job).attempt == 2
     job = house.store.submit(program("wait_for", "go", "0"))
     (pid,) = pids_in(house.log(job))
     os.kill(agent_of(house, job), signal.SIGSTOP)

@@ -1,10 +1,7 @@
 """`launch_job`: what a handler returns is on disk, once for each delivery."""
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +18,7 @@ from receiver.payload import WebhookPayload
 from receiver.webhooks_server import WebhooksServer
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import dataset_update
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.receiver_scripts import running
 
 
 @pytest.fixture
@@ -102,44 +98,25 @@ work.launch(server_port=0)
 """
 
 
-@contextlib.contextmanager
-def started(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ) as process:
-        assert process.stdout is not None
-        try:
-            url = next(
-                line.split()[1].rstrip("/") for line in process.stdout if line.startswith("Open ")
-            )
-            yield f"{url}/webhooks/work", process
-        finally:
-            process.kill()
-
-
 def test_a_delivery_that_is_repeated_after_a_kill_has_one_job(
     store: JobStore, tmp_path: Path
 ) -> None:
     answered: dict[str, str] = {}
-    with started(tmp_path) as (url, process):
+    with running(tmp_path, SCRIPT) as (url, _, process):
         killer = threading.Timer(0.03, process.send_signal, [signal.SIGKILL])
         with contextlib.suppress(httpx.TransportError), httpx.Client() as client:
             for number in range(10_000):
                 id = {"Webhook-Id": f"d{number}"}
-                answered[f"d{number}"] = client.post(url, json=dataset_update(), headers=id).json()[
-                    "job"
-                ]
+                answer = client.post(f"{url}/webhooks/work", json=dataset_update(), headers=id)
+                answered[f"d{number}"] = answer.json()["job"]
                 if number == 10:
                     killer.start()
         killer.join()
     stored = len(store.list(limit=20_000))
     assert len(answered) <= stored <= len(answered) + 1, "only the last one had no answer"
-    with started(tmp_path) as (url, _), httpx.Client() as client:
+    with running(tmp_path, SCRIPT) as (url, *_), httpx.Client() as client:
         for sent, job in (*answered.items(), (f"d{len(answered)}", None)):
-            again = client.post(url, json=dataset_update(), headers={"Webhook-Id": sent}).json()
-            assert job in (again["job"], None)
+            id = {"Webhook-Id": sent}
+            again = client.post(f"{url}/webhooks/work", json=dataset_update(), headers=id)
+            assert job in (again.json()["job"], None)
     assert len(store.list(limit=20_000)) == len(answered) + 1

@@ -11,7 +11,7 @@ from pipeline.paths import Home
 from pipeline.settings import Settings, load_settings
 from pipeline.stack.subscriptions import ROUTE, subscribe
 from pipeline.tokens import Tokens
-from tests.hub_fixtures import TOKEN, RunningHub, commit_file, recording_receiver, running_hub
+from tests.hub_fixtures import TOKEN, RunningHub, push_file, recording_receiver, running_hub
 from tests.hub_fixtures import wait_until as until
 
 WATCHED = [{"type": "dataset", "name": "local/facts"}]
@@ -55,8 +55,7 @@ def test_the_stacks_own_webhook_gets_the_new_secret_and_sends_what_waited(
         with running_hub(home.hub_dir, secret_key=tokens.key.encode(), **schedule) as hub:
             settings = told(hub, receiver.url, monkeypatch)
             hub.git("clone", "-q", f"{hub.url}/datasets/local/facts", "facts", cwd=tmp_path)
-            commit_file(hub, tmp_path / "facts", "rows.jsonl", "{}\n")
-            hub.git("push", "-q", "origin", "HEAD:main", cwd=tmp_path / "facts")
+            push_file(hub, tmp_path / "facts", "rows.jsonl", "{}\n")
             [failed] = until(lambda: [one for one in hub.deliveries(webhook.id) if one["attempt"]])
             assert "with another key" in failed["error"] and not receiver.received
             subscribe(settings, home, tokens)
