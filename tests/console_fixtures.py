@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from huggingface_hub import CommitOperationAdd
 
 from jobs.job import outcome_of
@@ -50,6 +51,16 @@ class Person:
         assert answer.status_code == status, (path, answer.status_code, answer.text)
         return answer.text
 
+    def press(self, page: str, button: str, **fields: str) -> str:
+        """Sends the form of a page that has this button, as a browser does."""
+        for form in re.findall("<form.*?</form>", self.see(page), re.DOTALL):
+            if found := re.search(f"<button([^>]*)>{re.escape(button)}</button>", form):
+                hidden = re.findall('type="hidden" name="([^"]+)" value="([^"]*)"', form)
+                hidden += re.findall('name="([^"]+)" value="([^"]*)"', found[1])
+                [path] = re.findall('action="([^"]+)"', form)
+                return self.send(path, **{**dict(hidden), **fields})
+        raise AssertionError(f"{page} has no button {button!r}")
+
     def send(self, path: str, status: int = 303, files: Any = None, **fields: str) -> str:
         """Sends a form. Returns where the browser is sent, or else the page."""
         answer = self.client.post(path, data={"csrf": self.csrf, **fields}, files=files)
@@ -70,6 +81,10 @@ class Stack:
     @property
     def head(self) -> str:
         return str(self.hub.api.dataset_info("local/facts").sha)
+
+    def token(self, name: str, role: str) -> str:
+        made = self.hub.request("POST", f"/api/settings/tokens/{name}", params={"role": role})
+        return str(made.json()["token"])
 
     @contextmanager
     def person(self, token: str = TOKEN) -> Iterator[Person]:
@@ -125,3 +140,15 @@ def running_stack(folder: Path) -> Iterator[Stack]:
             releases=(first.id, second.id),
             first_commit=commit,
         )
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    with running_stack(tmp_path) as stack:
+        yield stack
+
+
+@pytest.fixture
+def ada(stack: Stack) -> Iterator[Person]:
+    with stack.person() as person:
+        yield person

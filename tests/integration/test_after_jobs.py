@@ -215,27 +215,16 @@ def test_metrics_tell_outcomes_seconds_and_the_queue(store: JobStore) -> None:
     assert age is not None and 0 <= age < 60
 
 
-def test_json_logs_carry_ids_and_exceptions() -> None:
-    lines: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(self.format(record))
-
-    handler = Kept()
-    handler.setFormatter(JsonFormatter("runner"))
+def test_json_logs_carry_ids_and_exceptions(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("tests.json")
-    logger.addHandler(handler)
+    ids = {"job_id": "j000001", "delivery_ids": ["d1"]}
+    logger.warning("Job %s\nis lost", "j000001", extra=ids)
     try:
-        ids = {"job_id": "j000001", "delivery_ids": ["d1"]}
-        logger.warning("Job %s\nis lost", "j000001", extra=ids)
-        try:
-            raise ValueError("seven")
-        except ValueError:
-            logger.exception("it broke")
-    finally:
-        logger.removeHandler(handler)
-    first, second = map(json.loads, lines)
+        raise ValueError("seven")
+    except ValueError:
+        logger.exception("it broke")
+    formatter = JsonFormatter("runner")
+    first, second = (json.loads(formatter.format(record)) for record in caplog.records)
     assert first["job_id"] == "j000001" and first["delivery_ids"] == ["d1"]
     assert first["service"] == "runner" and first["level"] == "warning"
     assert first["message"] == "Job j000001\nis lost"

@@ -1,11 +1,8 @@
 """`.bin` shards are converted once: when a folder is published, or when a server serves it."""
 
-import asyncio
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -29,24 +26,6 @@ MAX_TOKENS = 8
 def publish(tmp_path: Path, source: Path) -> tuple[Path, Release]:
     release = publish_folder(tmp_path / "answers", source)
     return tmp_path / "answers" / release.id, release
-
-
-@contextmanager
-def served(pipeline_dir: Path, folder: Path | None = None) -> Iterator[httpx.Client]:
-    engine = create_engine(num_threads=1, kv_cache_bytes=64 << 20)
-    with (
-        running(echo_app(pipeline_dir, engine, folder=folder)) as url,
-        httpx.Client(base_url=url, timeout=60) as http,
-    ):
-        yield http
-
-
-def answer(http: httpx.Client, prompt: str | tuple[int, ...] = "Hello") -> dict[str, Any]:
-    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-    response = http.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -107,33 +86,16 @@ def test_safetensors_are_preferred_to_pickles(
     assert release.tensors.keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("way", ["publish", "serve"])
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
-def test_code_in_a_pickle_does_not_run(tmp_path: Path, way: str, is_zip: bool) -> None:
+def test_code_in_a_pickle_does_not_run(tmp_path: Path, is_zip: bool) -> None:
     source = bin_folder(tmp_path / "checkpoint", network(), num_shards=2)
     shard = max(source.glob("*.bin"))
     state = {"lm_head.weight": Trap(tmp_path / "trap")}
     torch.save(state, shard, _use_new_zipfile_serialization=is_zip)
-    refused = pytest.raises(ReleaseError, match=rf"{shard.name}: cannot be read")
-    if way == "publish":
-        with refused:
-            publish(tmp_path, source)
-    else:
-        with refused:
-            start(tmp_path / "answers", source)
+    with pytest.raises(ReleaseError, match=rf"{shard.name}: cannot be read"):
+        publish(tmp_path, source)
     assert not (tmp_path / "trap").exists()
     assert list_releases(tmp_path / "answers") == []
-
-
-def start(pipeline_dir: Path, folder: Path) -> None:
-    """Start a server in this thread, which gets the error if the server cannot start."""
-    app = echo_app(pipeline_dir, folder=folder)
-
-    async def whole() -> None:
-        async with app.router.lifespan_context(app):
-            pass
-
-    asyncio.run(whole())
 
 
 def truncate(path: Path) -> None:
@@ -161,16 +123,17 @@ def test_a_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], objec
     assert list_releases(tmp_path / "answers") == []
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
-def test_a_folder_is_published_and_then_served(tmp_path: Path, num_shards: int) -> None:
+def test_a_folder_is_published_and_then_served(tmp_path: Path) -> None:
     original = network()
     prompt = clear_prompt([original], 5, MAX_TOKENS)
     right = byte_tokenizer().decode(expected(original, prompt, MAX_TOKENS))
-    source = bin_folder(tmp_path / "checkpoint", original, num_shards=num_shards)
+    source = bin_folder(tmp_path / "checkpoint", original)
     before = {path: path.stat().st_mtime_ns for path in source.iterdir()}
     pipeline_dir = tmp_path / "releases" / "answers"
-    with served(pipeline_dir, source) as http:
-        found = answer(http, prompt)
+    engine = create_engine(num_threads=1, kv_cache_bytes=64 << 20)
+    with running(echo_app(pipeline_dir, engine, folder=source)) as url:
+        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
         assert found["choices"][0]["text"] == right
         (release,) = list_releases(pipeline_dir)
         assert found["system_fingerprint"] == release.id

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -11,27 +10,17 @@ import pytest
 
 from pipeline.console import datasets
 from pipeline.retrain.job import WRONG, WrongAnswer, WrongAnswers
-from tests.console_fixtures import Person, Stack, running_stack
+from tests.console_fixtures import Person, Stack, ada, stack
 from tests.hub_fixtures import Receiver, wait_until
 from tests.serving_fixtures import CHAT_TEMPLATE, echo_release
+
+__all__ = ["ada", "stack"]
 
 pytest_plugins = ["tests.hub_plugin"]
 
 DATASET = "/datasets/local/facts"
 SERVED = '{}</a> <strong class="good">served</strong>'
 PINNED = f'{SERVED} <strong class="good">pinned</strong>'
-
-
-@pytest.fixture
-def stack(tmp_path: Path) -> Iterator[Stack]:
-    with running_stack(tmp_path) as stack:
-        yield stack
-
-
-@pytest.fixture
-def ada(stack: Stack) -> Iterator[Person]:
-    with stack.person() as person:
-        yield person
 
 
 def answers_in(stack: Stack) -> list[str]:
@@ -83,8 +72,7 @@ def test_a_form_edits_adds_and_deletes_rows_and_the_commit_shows_the_difference_
     for file in ("notes.pdf", "x.JSONL.gz", "facts", "LICENSE", "x.md"):
         ada.send(edit, 409, **{**row, "file": file, "parent": stack.head})
     row |= {"file": "new.csv", "parent": stack.head}
-    made = stack.hub.request("POST", "/api/settings/tokens/grace", params={"role": "write"}).json()
-    with stack.person(made["token"]) as grace:
+    with stack.person(stack.token("grace", "write")) as grace:
         added = grace.see(grace.send(edit, **row))
     assert all(each in added for each in ("1 added", "by grace", "Add a row of new.csv: Why? So."))
 
@@ -203,17 +191,15 @@ def test_releases_are_compared_swapped_rolled_back_and_pinned(stack: Stack, ada:
     assert "M5 0V50" in page.partition(f">{second}</a>")[2]
     assert "has no branch, tag or commit" in ada.see(f"{act}/{second}?with={first}")
     assert ada.see(f"/files/model/local/answers/{first}/config.json").startswith("{")
-    ada.send(f"{act}/swap", release=second)
+    ada.press(f"{act}/{second}", "Serve this release")
     assert SERVED.format(second) in ada.see("/releases")
     back = ada.see("/releases").partition("Roll back to")[2].partition("</details>")[2]
     assert "First &lt;rows&gt;" in back and "<time datetime=" in back
-    [target] = re.findall('name="release" value="([^"]+)"', ada.see("/"))
-    assert target == first
-    ada.send(f"{act}/swap", release=target)
+    ada.press("/", f"Roll back to {first}")
     wait_until(lambda: f"Serve the newest, {second}" in ada.see("/"))
-    ada.send(f"{act}/pin", release=first)
+    ada.press(f"{act}/{first}", "Pin, so that it is kept")
     assert PINNED.format(first) in ada.see("/releases")
-    ada.send(f"{act}/unpin", release=first)
+    ada.press(f"{act}/{first}", "Unpin")
     ada.send(f"{act}/swap", 404, release="r000009-00000000")
     page = ada.see("/releases")
     assert PINNED.format(first) not in page
@@ -226,23 +212,21 @@ def test_webhooks_are_made_tested_replayed_and_switched_off(
     receiver.body = b"<script>alert(1)</script>"
     assert "No webhook yet" in ada.see("/webhooks")
     form = {"url": receiver.url, "watched": "dataset:local/facts", "secret": "s3cret"}
-    path = ada.send("/webhooks", **form)
+    path = ada.press("/webhooks", "Create", **form)
     ada.send("/webhooks", 400, **{**form, "watched": "local/facts"})
-    ada.send(f"{path}/test")
+    ada.press(path, "Send a test event")
     assert receiver.wait_for(1)[0].headers["x-webhook-secret"] == "s3cret"
     wait_until(lambda: "&lt;script&gt;alert(1)" in ada.see(path))
-    [delivery] = set(re.findall('name="delivery" value="([^"]+)"', ada.see(path)))
-    ada.send(f"{path}/replay", delivery=delivery, force="1")
+    ada.press(path, "Send as new")
     receiver.wait_for(2)
-    for act, state in (("disable", "disabled"), ("enable", "enabled")):
-        ada.send(f"{path}/{act}")
+    for act, state in (("Disable", "disabled"), ("Enable", "enabled")):
+        ada.press(path, act)
         assert f'>{state}</span> <a href="{path}"' in ada.see("/webhooks")
 
 
 def test_a_reader_sees_every_page_and_changes_nothing(stack: Stack, ada: Person) -> None:
-    made = stack.hub.request("POST", "/api/settings/tokens/reader", params={"role": "read"}).json()
     release = f"/releases/answers/{stack.releases[0]}"
-    with stack.person(made["token"]) as reader:
+    with stack.person(stack.token("reader", "read")) as reader:
         pages = ("/datasets", DATASET, f"{DATASET}/rows", f"{DATASET}/commit/{stack.head}")
         for path in (*pages, "/releases", release, "/playground", "/webhooks"):
             page = reader.see(path)

@@ -62,7 +62,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "one ",
             220,
         ),
-        ({"stop_token_ids": [EOS]}, "one two", None),
         ({"max_tokens": 3, "stop": ["two"]}, "one", None),
     ],
 )
@@ -88,8 +87,6 @@ def test_special_tokens_are_shown_to_who_wants_them(server: Server) -> None:
     ("body", "prompt"),
     [
         ({}, "<user>Hi;<assistant>Ho;<assistant>"),
-        ({"add_generation_prompt": None}, "<user>Hi;<assistant>Ho;<assistant>"),
-        ({"add_generation_prompt": True}, "<user>Hi;<assistant>Ho;<assistant>"),
         ({"chat_template_kwargs": {"mood": "gay"}}, "<user>Hi;<assistant>Ho;<assistant>[gay]"),
         (
             {"reasoning_effort": "low"},
@@ -180,6 +177,7 @@ def test_defaults_that_clients_send_change_nothing(server: Server) -> None:
     plain = server.answer("yes", prompt="Hi", **defaults, logprobs=False)
     assert (plain["text"], plain["logprobs"]) == ("yes", None)
     chat = {
+        "add_generation_prompt": True,
         "top_logprobs": 0,
         "modalities": ["text"],
         "functions": [],
