@@ -45,7 +45,8 @@ def test_the_blocks_run_as_they_stand(workplace: Workplace) -> None:
         assert job["outcome"]["result"] == "promoted", job["outcome"]
         told = workplace.folder / "outcomes.jsonl"
         until(lambda: told.exists() and told.read_text().endswith("}"))
-        done = workplace_call(workplace, script, commands)
+        env = {**workplace.env, "PATH": f"{commands}:{os.environ['PATH']}"}
+        done = workplace.call(["bash", "-c", script], env=env)
     finally:
         workplace.run("down")
     outcome = json.loads(told.read_text())
@@ -88,18 +89,3 @@ def logged(workplace: Workplace, service: str, **ids: str) -> list[dict[str, Any
     text = (workplace.home / "logs" / f"{service}.log").read_text()
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     return [line for line in lines if ids.items() <= line.items()]
-
-
-def workplace_call(workplace: Workplace, script: str, commands: Path) -> str:
-    env = {**workplace.env, "PATH": f"{commands}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=workplace.folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout

@@ -2,9 +2,7 @@
 
 import itertools
 import re
-import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,20 +18,11 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", README.read_text(), re.MULTILINE | r
 MAKE, *YOUR_OWN = BLOCKS
 
 
-def make(target: str, env: Mapping[str, str]) -> str:
+def make(workplace: Workplace, target: str, **env: str) -> str:
     """`make TARGET` in the virtual environment that runs this test, which has what it installs."""
     installed = Path(sys.prefix)
-    completed = subprocess.run(
-        ["make", f"--old-file={installed}/.installed", f"VENV={installed}", target],
-        cwd=README.parent,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
-    return completed.stdout
+    command = ["make", f"--old-file={installed}/.installed", f"VENV={installed}", target]
+    return workplace.call(command, timeout=800, cwd=README.parent, env={**workplace.env, **env})
 
 
 def test_the_first_block_names_these_targets() -> None:
@@ -43,7 +32,7 @@ def test_the_first_block_names_these_targets() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_make_demo(workplace: Workplace) -> None:
-    shown = make("demo", workplace.env)
+    shown = make(workplace, "demo")
     assert re.search(r"\b0 failed", shown)
     assert (shown.count("✓"), shown.count("✗")) == (16, 0)
     assert "learned 365 of 365" in shown and "learned 122 of 122" in shown
@@ -51,7 +40,7 @@ def test_make_demo(workplace: Workplace) -> None:
 
 
 def test_make_test_all_runs_each_test_once(workplace: Workplace) -> None:
-    shown = make("test-all", {**workplace.env, "MAKEFLAGS": "--dry-run"})
+    shown = make(workplace, "test-all", MAKEFLAGS="--dry-run")
     selections = re.findall(r"-m pytest .*?-m (\w+\b|\".*?\")", shown)
     assert len(selections) == 4
     marks = ("slow", "soak", "real", "vllm", "clients")
@@ -86,32 +75,17 @@ def test_five_minutes_on_data_of_your_own(workplace: Workplace) -> None:
     port = workplace.env["PIPELINE_SERVING__PORT"]
     script = "\n".join(["set -euo pipefail", *YOUR_OWN]).replace(":8000", f":{port}")
     try:
-        done = subprocess.run(
-            ["bash", "-c", script],
-            cwd=workplace.folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+        done = workplace.call(["bash", "-c", script], env=env, timeout=280)
     finally:
         home = workplace.folder / "notes-model"
         if (home / ".pipeline" / "stack.json").exists():
-            subprocess.run(
-                [sys.executable, "-m", "pipeline", "down"],
-                cwd=home,
-                env=env,
-                check=True,
-                timeout=60,
-            )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+            workplace.call([sys.executable, "-m", "pipeline", "down"], cwd=home, env=env)
     # git sent 200 rows, `hf upload` and `push_to_hub` sent 20 new rows each. The uploads may share
     # a job with each other and with the push.
     ended = r"^(j0\S+) .* (r0\S+) +learned \d+ of (\d+)"
-    told = {job: found for job, *found in re.findall(ended, done.stdout, re.MULTILINE)}
-    assert sum(int(num_rows) for _, num_rows in told.values()) == 240, done.stdout
+    told = {job: found for job, *found in re.findall(ended, done, re.MULTILINE)}
+    assert sum(int(num_rows) for _, num_rows in told.values()) == 240, done
     newest, _ = told[max(told)]
-    assert re.search(rf"^x-model-release: {newest}", done.stdout, re.MULTILINE | re.IGNORECASE)
-    assert re.search(r'"text": ?" box 9\."', done.stdout), done.stdout
-    assert "stopped receiver" in done.stdout
+    assert re.search(rf"^x-model-release: {newest}", done, re.MULTILINE | re.IGNORECASE)
+    assert re.search(r'"text": ?" box 9\."', done), done
+    assert "stopped receiver" in done

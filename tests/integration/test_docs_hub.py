@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.hub_fixtures import RunningHub
+from tests.hub_fixtures import RunningHub, push_file
 from tests.receiver_scripts import ROOT
 
 pytest_plugins = ["tests.hub_plugin"]
@@ -38,11 +38,7 @@ def run(hub: RunningHub, folder: Path, code: str) -> subprocess.CompletedProcess
 def test_the_client_reads_what_was_pushed_and_sends_more(hub: RunningHub, tmp_path: Path) -> None:
     worktree = tmp_path / "notes"
     hub.git("clone", "--quiet", hub.create_dataset("local/notes"), str(worktree), cwd=tmp_path)
-    (worktree / "rows.jsonl").write_text('{"text": "a row"}\n')
-    hub.git("add", ".", cwd=worktree)
-    hub.git("commit", "--quiet", "-m", "rows", cwd=worktree)
-    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
-    head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
+    head = push_file(hub, worktree, "rows.jsonl", '{"text": "a row"}\n')
 
     done = run(hub, tmp_path, READ + "print(open(f'{folder}/rows.jsonl').read())")
     assert done.stdout.splitlines()[:2] == [head, '{"text": "a row"}'], done.stderr

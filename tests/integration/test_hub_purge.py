@@ -124,10 +124,13 @@ class Place:
         ]
         return found + [sha for sha in (self.bad, self.after, self.blob) if self.has(sha)]
 
+    def spec(self, sha: str) -> JobSpec:
+        range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
+        return JobSpec(command=("true",), pipeline="facts", revisions=range)
+
     def run_job(self, store: JobStore, sha: str, **told: str) -> str:
         """A job of the commit, whose folder and whose downloads hold its rows."""
-        range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
-        spec = JobSpec(command=("true",), pipeline="facts", revisions=range)
+        spec = self.spec(sha)
         job = store.submit(spec)
         assert store.claim("me", 60) is not None
         folder = self.home.jobs_dir / job.id
@@ -321,9 +324,7 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
         place.push_away(hub)
     with open_job_store(load_settings(), place.home) as store:
         for sha in (place.good, place.bad):
-            range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
-            spec = JobSpec(command=("true",), pipeline="facts", revisions=range)
-            job = store.submit(spec, by_hand=True)
+            job = store.submit(place.spec(sha), by_hand=True)
             if sha == place.good:
                 assert store.claim("me", 60) is not None
                 runs = job.id
@@ -342,8 +343,7 @@ def test_a_purge_of_a_model_leaves_the_dataset_of_the_same_name_alone(place: Pla
     with place.hub() as hub:
         push_model(place, hub)
         with open_job_store(load_settings(), place.home) as store:
-            range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=place.bad)
-            store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
+            store.submit(place.spec(place.bad))
             assert store.claim("me", 60) is not None
         asked = place.pipeline("purge", "local/facts", place.bad, "--type", "model").output
         assert "removes for good: 2 commits. Purge the model local/facts?" in asked
