@@ -9,15 +9,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 from cryptography.fernet import Fernet
 from prometheus_client import generate_latest
+from starlette.testclient import TestClient
 
 from jobs.errors import JobNotFound
-from jobs.job import Delivery
-from jobs.outcome import JobOutcome
-from jobs.spec import JobSpec, RevisionRange
+from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.hub.database import open_database
 from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
@@ -37,6 +35,7 @@ from pipeline.runner.job_store import open_job_store
 from pipeline.settings import Settings, load_settings
 from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
+from tests.jobs_fixtures import DONE, FAILED, claim, delivery, spec
 
 __all__ = ["store"]
 
@@ -46,20 +45,13 @@ def test_commit_to_serving_counts_from_the_commit_that_an_earlier_job_failed_ove
 ) -> None:
     now = time.time()
     with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now) as store:
-        for number in range(2):
-            revisions = RevisionRange(
-                repo="local/facts", ref="refs/heads/main", old_sha=None, new_sha=str(number)
-            )
-            spec = JobSpec(command=("true",), pipeline="facts", revisions=revisions)
-            store.submit(spec, delivery=Delivery(source="hub", id=f"d{number}"))
-            now += 60
-            if number == 0:
-                failing = store.claim("me", 60)
-                assert failing is not None
-        store.finish(failing.id, "me", JobOutcome(result="failed", job_id=failing.id))
-        successor = store.claim("me", 60)
-        assert successor is not None
-        job = store.finish(successor.id, "me", JobOutcome(result="promoted", job_id=successor.id))
+        store.submit(spec("0", pipeline="facts"), delivery=delivery("d0"))
+        now += 60
+        failing = claim(store)
+        store.submit(spec("1", pipeline="facts"), delivery=delivery("d1"))
+        now += 60
+        store.finish(failing.id, "me", FAILED)
+        job = store.finish(claim(store).id, "me", DONE)
         metrics = RunnerMetrics(store)
         metrics.count(job)
         total = metrics.registry.get_sample_value(
@@ -232,23 +224,15 @@ def test_json_logs_carry_ids_and_exceptions(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_the_receiver_counts_refused_requests_too() -> None:
-    from receiver.settings import ReceiverSettings
     from receiver.webhooks_server import WebhooksServer, measure
 
-    server = WebhooksServer(webhook_secret="s", settings=ReceiverSettings(port=0))
+    server = WebhooksServer(webhook_secret="s")
     measure(server)
-
-    @server.add_webhook("/echo")
-    async def echo() -> dict[str, bool]:
-        return {"ok": True}
-
-    url = server.launch(prevent_thread_lock=True)
-    try:
-        assert httpx.post(f"{url}/webhooks/echo", json={}).status_code == 401
-        assert httpx.post(f"{url}/webhooks/{'x' * 40}", json={}).status_code == 404
-        text = httpx.get(f"{url}/metrics").text
-    finally:
-        server.close()
+    server.add_webhook("/echo")(lambda payload: None)
+    with TestClient(server.app, base_url="http://localhost") as client:
+        assert client.post("/webhooks/echo", json={}).status_code == 401
+        assert client.post(f"/webhooks/{'x' * 40}", json={}).status_code == 404
+        text = client.get("/metrics").text
     assert 'receiver_requests_total{path="/webhooks/echo",status="401"} 1.0' in text
     assert "xxx" not in text, "a stranger makes no series"
 

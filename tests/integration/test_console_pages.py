@@ -1,4 +1,5 @@
-"""The pages of datasets, releases, webhooks and the playground, on a real hub and a real server."""
+"""The pages of datasets, releases, webhooks and the playground, on a real hub and a real server, as
+a client without JavaScript reads them."""
 
 import json
 import re

@@ -85,14 +85,6 @@ def test_every_bad_row_is_listed_and_the_exit_code_says_so(clone: Path) -> None:
     assert "  ignored, about the repository: LICENSE, README.md\n" in found.output
 
 
-def test_what_is_wrong_with_many_rows_is_said_once(clone: Path) -> None:
-    (clone / "bad.jsonl").write_text('{"question": "Why?", "answer": 7}\n' * 150)
-    found = CliRunner().invoke(app, ["data", "check", str(clone)])
-    assert found.output.count("`completion` holds the value 7") == 1
-    assert "  bad, 150 rows:\n    150 rows: bad.jsonl, line 1, bad.jsonl, line 2, " in found.output
-    assert "bad.jsonl, line 5 and 145 more: `completion` holds" in found.output
-
-
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize 12345\n".format(
     "4d" * 32
 )
@@ -129,10 +121,11 @@ def test_rows_that_the_template_refuses_are_named_before_a_first_release(clone: 
         "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
         "system": "Be brief.",
     }
-    (clone / "talks.jsonl").write_text((json.dumps(row) + "\n") * 9)
+    (clone / "talks.jsonl").write_text((json.dumps(row) + "\n") * 150)
     found = CliRunner().invoke(app, ["data", "check", str(clone)])
     assert found.output.count("refuses it (no system role)") == 1 and found.exit_code == 1
-    assert "9 rows: talks.jsonl, line 1, talks.jsonl, line 2, " in found.output
+    assert "  bad, 150 rows:\n    150 rows: talks.jsonl, line 1, " in found.output
+    assert "talks.jsonl, line 5 and 145 more: " in found.output
 
 
 def test_rows_with_nothing_to_learn_and_empty_answers_are_named(clone: Path) -> None:

@@ -17,6 +17,7 @@ from pipeline.doctor.facts import Facts, Finding
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 from serving.weights.release_store import set_current
+from tests.jobs_fixtures import claim
 from tests.ports import free_port
 from tests.serving_fixtures import echo_release
 
@@ -106,8 +107,7 @@ def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(ho
     with JobStore.open(home.jobs_database) as store:
         for _ in range(2):
             store.submit(spec, by_hand=True)
-            job = store.claim("runner", 60)
-            assert job is not None
+            job = claim(store, "runner")
             store.finish(job.id, "runner", JobOutcome(result="failed", reason="a bad row"))
             [(message, _)] = wrong(doctor.check_last_jobs(Facts(home, load_settings())))
             assert message == f"a: {job.id} failed: a bad row"

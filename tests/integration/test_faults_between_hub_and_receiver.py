@@ -2,17 +2,15 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain, count
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 from receiver.payload import WebhookPayload
 from receiver.settings import ReceiverSettings
 from receiver.webhooks_server import WebhooksServer
 from tests.faulty_proxy import FAULTS, FaultyProxy
-from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
+from tests.hub_fixtures import commit_file, running_hub, wait_until
 from tests.ports import free_ports
 
 SECRET = "s3cret"
@@ -20,19 +18,7 @@ NUM_EVENTS = 18
 CHOICE = (*FAULTS, *["none"] * 4)
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[RunningHub]:
-    with running_hub(
-        tmp_path / "hub",
-        delivery_schedule_seconds=(0, *[0.02] * 40),
-        delivery_timeout_seconds=0.5,
-        refused_min_seconds=0.02,
-        refused_max_seconds=0.05,
-    ) as hub:
-        yield hub
-
-
-def test_each_event_reaches_its_handler_once(hub: RunningHub, tmp_path: Path) -> None:
+def test_each_event_reaches_its_handler_once(tmp_path: Path) -> None:
     [port] = free_ports(1)
     server = WebhooksServer(
         webhook_secret=SECRET,
@@ -46,9 +32,15 @@ def test_each_event_reaches_its_handler_once(hub: RunningHub, tmp_path: Path) ->
 
     dice = random.Random(NUM_EVENTS)
     proxy = FaultyProxy(port, chain(FAULTS, (dice.choice(CHOICE) for _ in count())))
+    settings: dict[str, Any] = {
+        "delivery_schedule_seconds": (0, *[0.02] * 40),
+        "delivery_timeout_seconds": 0.5,
+        "refused_min_seconds": 0.02,
+        "refused_max_seconds": 0.05,
+    }
     server.launch(prevent_thread_lock=True)
     try:
-        with proxy.running():
+        with running_hub(tmp_path / "hub", **settings) as hub, proxy.running():
             work = tmp_path / "work"
             hub.git("clone", "-q", hub.create_dataset("local/facts"), str(work), cwd=tmp_path)
             webhook = hub.api.create_webhook(

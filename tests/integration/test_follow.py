@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -258,23 +258,6 @@ def test_a_follower_looks_when_it_is_told_and_swaps_when_it_is_its_turn(
     assert listed()["other"]["error"] == "no more"
 
 
-@contextmanager
-def following(home: Path, endpoint: str) -> Iterator[str]:
-    """`pipeline serve --follow` with the torch engine; its address."""
-    told = {
-        "PIPELINE_SERVING__PORT": "1",  # which port 0 is not
-        "PYTHONPATH": str(ROOT),
-        "HF_TOKEN": TOKEN,
-        "PIPELINE_HOME": str(home),
-        "PIPELINE_SETTINGS": str(home / "pipeline.toml"),
-        "PIPELINE_SERVING__FOLLOW_SECONDS": "0.2",
-    }
-    options = ["--follow", REPO, "--endpoint", endpoint, "--engine", "torch", "--port", "0"]
-    command = ("-m", "pipeline", "serve", *options)
-    with server_process(*command, env={**os.environ, **told}) as (url, _):
-        yield url
-
-
 def answers(url: str) -> str | None:
     """The release that answers now."""
     with suppress(httpx.TransportError):
@@ -288,7 +271,17 @@ def test_a_server_elsewhere_serves_what_main_is(hub: RunningHub, tmp_path: Path)
     home.mkdir()
     first, second = network_release(made, 1).id, network_release(made, 2).id
     push(hub, made / first)
-    with following(home, hub.url) as url:
+    told = {
+        "PIPELINE_SERVING__PORT": "1",  # which port 0 is not
+        "PYTHONPATH": str(ROOT),
+        "HF_TOKEN": TOKEN,
+        "PIPELINE_HOME": str(home),
+        "PIPELINE_SETTINGS": str(home / "pipeline.toml"),
+        "PIPELINE_SERVING__FOLLOW_SECONDS": "0.2",
+    }
+    options = ["--follow", REPO, "--endpoint", hub.url, "--engine", "torch", "--port", "0"]
+    command = ("-m", "pipeline", "serve", *options)
+    with server_process(*command, env={**os.environ, **told}) as (url, _):
         assert not url.endswith(":1")
         # Only a safety net: the server computes for some seconds, of which most import torch. Asked
         # more often, this process would take the core that the server and the hub need.

@@ -43,9 +43,6 @@ def prompt(text: Any, **more: Any) -> dict[str, Any]:
     return {"prompt": text, "max_tokens": 8, "temperature": 0, **more}
 
 
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-
-
 @pytest.mark.parametrize(
     ("path", "asked", "own"),
     [

@@ -1,4 +1,4 @@
-"""SIGKILL at bad moments, a hub that stops and starts again, and a client that goes away."""
+"""SIGKILL at bad moments, a hub that stops and starts again, and a push that breaks off."""
 
 import contextlib
 import os
@@ -176,33 +176,6 @@ def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
     with pytest.raises(HubError, match="Another hub uses"), running_hub(hub.root):
         pass
     assert hub.api.whoami()["name"] == "local"
-
-
-def git_processes() -> set[int]:
-    """Process ids of this process's children that are git."""
-    found = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
-    ).stdout
-    return {int(line.split()[0]) for line in found.splitlines() if "http-backend" in line}
-
-
-def test_a_client_that_goes_away_ends_the_clone(hub: RunningHub, worktree: Path) -> None:
-    with open("/dev/urandom", "rb") as noise:
-        (worktree / "large.bin").write_bytes(noise.read(20 * 1024 * 1024))
-    commit_file(hub, worktree, "a.txt", "1")
-    hub.git("-c", "core.compression=0", "push", "-q", "origin", "main", cwd=worktree)
-    sha = hub.git("rev-parse", "HEAD", cwd=worktree)
-    body = f"0032want {sha}\n00000009done\n".encode()
-    with socket.create_connection(("127.0.0.1", hub.settings.port)) as client:
-        client.sendall(
-            b"POST /datasets/local/facts/git-upload-pack HTTP/1.1\r\nHost: x\r\n"
-            b"Authorization: Bearer " + hub.token.encode() + b"\r\n"
-            b"Content-Type: application/x-git-upload-pack-request\r\n"
-            b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
-        )
-        assert client.recv(15) == b"HTTP/1.1 200 OK"
-        assert wait_until(git_processes)
-    wait_until(lambda: not git_processes())
 
 
 def test_a_push_that_breaks_off_changes_nothing(hub: RunningHub, worktree: Path) -> None:

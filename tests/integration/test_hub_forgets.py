@@ -44,12 +44,6 @@ def test_the_hub_forgets_old_events_and_a_collection_the_commits_that_only_they_
             assert hub.api.revision_exists("local/facts", sha, repo_type="dataset") == is_there
 
 
-def forget_events(place: Place) -> None:
-    """As the hub does when they are old."""
-    with stopped_hub(place.home.hub_dir) as hub, hub.database.write() as connection:
-        connection.execute(delete(tables.events))
-
-
 def test_gc_removes_what_nothing_needs(place: Place) -> None:
     with place.hub() as hub:
         place.push_away(hub)
@@ -60,7 +54,8 @@ def test_gc_removes_what_nothing_needs(place: Place) -> None:
     assert "removed 0 commits that nothing needs" in said
     assert "removed 2.0 MB of large files that no commit names" in said
     assert place.has(place.after), "an event names it"
-    forget_events(place)
+    with stopped_hub(place.home.hub_dir) as hub, hub.database.write() as connection:
+        connection.execute(delete(tables.events))  # as the hub does when they are old
     needed = place.release(1, place.bad)
     # The release needs a commit that only the ref of a later one leads to.
     said = place.pipeline("gc").stdout

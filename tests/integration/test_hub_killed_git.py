@@ -22,15 +22,6 @@ while kill -0 $PPID 2> /dev/null; do sleep 0.05; done
 """
 
 
-def hang_in_transactions(repository: Path, marker: Path) -> Path:
-    """From now on git stops in the middle of each change of refs, its pid in `marker`."""
-    hook = repository / "hooks" / "reference-transaction"
-    hook.parent.mkdir()
-    hook.write_text(HANGING_HOOK.format(marker=marker))
-    hook.chmod(0o755)
-    return hook
-
-
 def locks(repository: Path) -> list[Path]:
     return list(repository.rglob("*.lock"))
 
@@ -101,7 +92,10 @@ def test_a_push_whose_git_was_killed_fails_and_the_next_one_does_not(
 ) -> None:
     push(hub, worktree)
     repository, marker = hub.folder("local/facts"), tmp_path / "marker"
-    hook = hang_in_transactions(repository, marker)
+    hook = repository / "hooks" / "reference-transaction"
+    hook.parent.mkdir()
+    hook.write_text(HANGING_HOOK.format(marker=marker))
+    hook.chmod(0o755)
     commit_file(hub, worktree, "a.txt", "never acknowledged")
     pushing = subprocess.Popen(
         ["git", "push", "-q", "origin", "main"],

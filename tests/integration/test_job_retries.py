@@ -7,21 +7,13 @@ import pytest
 
 from jobs.agent import Attempt, ForkServer
 from jobs.errors import LaunchError, is_temporary
-from jobs.job import Job
 from jobs.runner import Runner
 from jobs.spec import JobSpec
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
-from tests.jobs_fixtures import until
 
 __all__ = ["house"]
 
 SOON = SETTINGS.model_copy(update={"retry_seconds": 0.05})
-LATER = SETTINGS.model_copy(update={"retry_seconds": 600.0, "max_running": 1})
-
-
-def is_waiting(house: House, job: Job) -> bool:
-    now = house.store.get(job.id)
-    return now.state == "RUNNING" and now.attempt == 2 and now.owner is None
 
 
 def test_a_failure_that_passes_is_forgotten(house: House) -> None:
@@ -38,17 +30,6 @@ def test_the_exit_code_of_a_trainer_says_that_its_failure_may_pass(house: House)
     job = house.ended(house.store.submit(spec))
     assert (job.state, job.attempt) == ("ERROR", 2) and job.outcome is not None
     assert "no room" in str(job.outcome.reason) and job.outcome.exit_code == 75
-
-
-def test_the_next_runner_keeps_the_wait(house: House) -> None:
-    _, stop, thread = house.run(LATER)
-    job = house.store.submit(program("fail_for_now", "9"))
-    until(lambda: is_waiting(house, job))
-    stop.set()
-    thread.join()
-    house.run(LATER)
-    house.ended(house.store.submit(JobSpec(command=("true",))))
-    assert house.log(job).read_text() == "attempt\n"
 
 
 @pytest.mark.parametrize(("code", "state"), [(errno.EAGAIN, "COMPLETED"), (errno.EACCES, "ERROR")])

@@ -22,11 +22,6 @@ PAYLOAD = {
 }
 
 
-def run_until_idle(house: House) -> None:
-    runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT)
-    runner.run(threading.Event(), until_idle=True)
-
-
 def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
     house.run(SETTINGS.model_copy(update={"num_threads": 3}), HF_TOKEN="t0ken")
     spec = program(
@@ -177,5 +172,6 @@ def test_run_until_idle_waits_for_who_is_due_later_and_for_the_lease_of_a_dead_r
     house.store.claim("dead", 0.5)
     house.store.submit(program("write_outcome", "unchanged", "0"))
     house.store.submit(JobSpec(command=("true",), debounce_seconds=0.2))
-    run_until_idle(house)
+    runner = Runner(house.store, house.jobs_dir, SETTINGS, ENVIRONMENT)
+    runner.run(threading.Event(), until_idle=True)
     assert [job.state for job in house.store.list()] == ["COMPLETED"] * 3

@@ -11,12 +11,11 @@ from pipeline.paths import Home
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import Settings
 from pipeline.tokens import load_tokens
+from tests.jobs_fixtures import claim
 from tests.serving_fixtures import echo_app, echo_release, running
 
 
-def test_a_running_job_swaps_and_one_that_ended_or_is_of_another_pipeline_does_not(
-    tmp_path: Path,
-) -> None:
+def test_a_running_job_swaps_and_one_of_another_pipeline_does_not(tmp_path: Path) -> None:
     home, settings = Home(tmp_path / "home"), Settings()
     tokens = load_tokens(home.tokens_file)
     release = echo_release(tmp_path / "answers", 1)
@@ -36,14 +35,11 @@ def test_a_running_job_swaps_and_one_that_ended_or_is_of_another_pipeline_does_n
         held = {}
         for pipeline in ("answers", "other"):
             store.submit(JobSpec(command=("true",), pipeline=pipeline))
-            job = store.claim("runner", lease_seconds=60)
-            assert job is not None
-            held[pipeline] = (job.id, attempt_token(job, tokens.key.encode()))
-        assert swap(server, held["other"][1]) == 403
-        assert swap(server, held["answers"][1]) == 200
-        store.finish(held["answers"][0], "runner", None)
-        assert swap(server, held["answers"][1]) == 403
+            job = claim(store, "runner")
+            held[pipeline] = attempt_token(job, tokens.key.encode())
+        assert swap(server, held["other"]) == 403
+        assert swap(server, held["answers"]) == 200
         assert swap(server, tokens.admin) == 403, "this server has another admin token"
         store.close()
         home.jobs_database.write_bytes(b"no database" * 100)
-        assert swap(server, held["answers"][1]) == 503, "the job asks again"
+        assert swap(server, held["answers"]) == 503, "the job asks again"

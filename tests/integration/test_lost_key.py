@@ -14,8 +14,6 @@ from pipeline.tokens import Tokens
 from tests.hub_fixtures import TOKEN, RunningHub, push_file, recording_receiver, running_hub
 from tests.hub_fixtures import wait_until as until
 
-WATCHED = [{"type": "dataset", "name": "local/facts"}]
-
 
 def new_tokens(home: Home) -> Tokens:
     key = Fernet.generate_key().decode()
