@@ -1,18 +1,12 @@
-"""The whole loop with its jobs on an engine and a second server that follows the hub: neither has a
-folder of the stack. In the container, the job is another user in another root."""
+"""The whole loop with its jobs on an engine, where no folder of the stack is. In the container, the
+job is another user in another root."""
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.engines import RESOURCES, podman, ray, run_jobs_on, slurm
-from tests.jobs_fixtures import until
-from tests.ports import free_ports
 from tests.stack_fixtures import Workplace, clone, configure, facts, stack_up, workplace_in
 
 __all__ = ["podman", "ray", "slurm"]
@@ -29,37 +23,9 @@ def workplace(request: pytest.FixtureRequest, tmp_path: Path) -> Workplace:
     return workplace
 
 
-@contextmanager
-def follower(workplace: Workplace) -> Iterator[Callable[[], str | None]]:
-    """A server elsewhere. Yields what tells the release that answers there."""
-    (port,) = free_ports(1)
-    env = {
-        **workplace.users_env,
-        "HF_ENDPOINT": workplace.url("hub"),
-        "PIPELINE_HOME": str(workplace.folder / "elsewhere"),
-        "PIPELINE_SERVING__FOLLOW_SECONDS": "1",
-    }
-    command = [sys.executable, "-m", "pipeline", "serve", "--follow", "local/facts"]
-    server = subprocess.Popen([*command, f"--port={port}"], env=env)
-
-    def release() -> str | None:
-        try:
-            answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=10)
-        except httpx.TransportError:
-            return None
-        found: str | None = answer.json().get("release")
-        return found
-
-    try:
-        yield release
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
 @pytest.mark.timeout(600)
 def test_pushes_are_trained_there_and_served_here(workplace: Workplace) -> None:
-    with stack_up(workplace), follower(workplace) as followed:
+    with stack_up(workplace):
         checkout = clone(workplace)
         served = []
         for count in (8, 12):
@@ -68,7 +34,6 @@ def test_pushes_are_trained_there_and_served_here(workplace: Workplace) -> None:
             assert job["outcome"]["result"] == "promoted", f"{job}\n{workplace.logs()}"
             assert job["handle"].startswith("elsewhere:")
             served.append(job["outcome"]["release"])
-            until(lambda: followed() == served[-1], 60)
         answer = httpx.post(
             f"{workplace.url('serving')}/v1/completions",
             json={"model": "facts", "prompt": "Shelf 3 holds", "max_tokens": 4},
