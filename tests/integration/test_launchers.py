@@ -98,15 +98,3 @@ def test_a_job_is_started_once_and_its_ticket_is_seen_by_nobody(engine: Engine) 
     engine.submit(name)
     assert launcher.status(name).state == "ended" and len(engine.starts()) == 1
     launcher.cancel(name)
-
-
-def test_a_job_is_cancelled(engine: Engine) -> None:
-    name, launcher = "hotpush-j000002-1", engine.launcher
-    launcher.cancel(name)
-    engine.submit(name)
-    until(lambda: launcher.status(name).state == "running" and engine.starts(), 60)
-    launcher.cancel(name)
-    until(lambda: launcher.status(name).state in ("ended", "unknown"), 60)
-    launcher.cancel(name)
-    until(lambda: not engine.processes(), 60)
-    assert len(engine.starts()) == 1, "a cancelled job is not started again"
