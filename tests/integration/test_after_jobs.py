@@ -33,9 +33,10 @@ from pipeline.runner.after_jobs import (
 )
 from pipeline.runner.job_store import open_job_store
 from pipeline.settings import Settings, load_settings
-from serving.weights.release import RELEASE_FILE, Lineage, Release
+from serving.weights.release import RELEASE_FILE
 from tests.after_jobs_fixtures import end_one, store
 from tests.jobs_fixtures import DONE, FAILED, claim, delivery, spec
+from tests.serving_fixtures import echo_release
 
 __all__ = ["store"]
 
@@ -89,17 +90,7 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
     database = open_database(home.hub_dir)
     with JobStore.open(home.jobs_database, clock=lambda: now) as store:
         copied, old, of_a_release, newest = (end_one(store) for _ in range(4))
-        release = Release(
-            id="r000001-00000000",
-            pipeline="facts",
-            created_at="2026-01-01T00:00:00Z",
-            lineage=Lineage(job_id=of_a_release.id),
-            files={},
-            tensors={},
-        )
-        (home.releases_dir / "facts" / release.id).mkdir(parents=True)
-        manifest = home.releases_dir / "facts" / release.id / RELEASE_FILE
-        manifest.write_text(release.model_dump_json())
+        echo_release(home.releases_dir / "facts", 1, job_id=of_a_release.id)
         with database.write() as connection:
             request = WebhookRequest(
                 jobSourceId=copied.id, watched=(HubWatchedItem(type="user", name="local"),)

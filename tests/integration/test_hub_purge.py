@@ -24,7 +24,7 @@ from pipeline.runner.job_store import open_job_store
 from pipeline.settings import load_settings
 from pipeline.traces import needed_commits
 from serving.weights import release_store
-from serving.weights.release import RELEASE_FILE, Lineage, Release
+from serving.weights.release import RELEASE_FILE
 from tests.hub_fixtures import (
     SECRET_KEY,
     TOKEN,
@@ -35,6 +35,7 @@ from tests.hub_fixtures import (
     running_hub,
 )
 from tests.ports import free_ports
+from tests.serving_fixtures import echo_release
 
 SECRET = "the secret row that was pushed by mistake"
 
@@ -145,23 +146,9 @@ class Place:
     def release(
         self, number: int, revision: str, parent: str | None = None, base: str | None = None
     ) -> str:
-        release = Release(
-            id=f"r{number:06d}-00000000",
-            pipeline="facts",
-            created_at="2026-01-01T00:00:00Z",
-            lineage=Lineage(
-                dataset="local/facts",
-                dataset_revision=revision,
-                parent=parent,
-                base_revision=base,
-            ),
-            files={},
-            tensors={},
-        )
-        folder = self.home.releases_dir / "facts" / release.id
-        folder.mkdir(parents=True)
-        (folder / RELEASE_FILE).write_text(release.model_dump_json())
-        return release.id
+        lineage = {"dataset": "local/facts", "dataset_revision": revision, "job_id": None}
+        lineage |= {"parent": parent, "base_revision": base}
+        return echo_release(self.home.releases_dir / "facts", number, **lineage).id
 
     def leave_traces(self) -> None:
         cache = self.home.snapshots_dir / "facts"
