@@ -24,10 +24,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
 
 
 def new_clone(hub: RunningHub, folder: Path, name: str) -> Path:
-    hub.create_dataset(name)
-    hub.git("init", "-q", "work", cwd=folder)
+    hub.git("clone", "-q", hub.create_dataset(name), "work", cwd=folder)
     worktree = folder / "work"
-    hub.git("remote", "add", "origin", f"{hub.url}/datasets/{name}", cwd=worktree)
     hub.git("lfs", "install", "--local", cwd=worktree)
     hub.git("lfs", "track", "*.bin", "*.jsonl", cwd=worktree)
     return worktree

@@ -33,9 +33,7 @@ def push(hub: RunningHub, worktree: Path) -> str:
 def test_what_a_killed_git_left_is_gone_when_the_hub_is_up_again(tmp_path: Path) -> None:
     root, worktree = tmp_path / "hub", tmp_path / "facts"
     with running_hub(root) as hub:
-        url = hub.create_dataset("local/facts")
-        hub.git("init", "-q", str(worktree), cwd=tmp_path)
-        hub.git("remote", "add", "origin", url, cwd=worktree)
+        hub.git("clone", "-q", hub.create_dataset("local/facts"), str(worktree), cwd=tmp_path)
         push(hub, worktree)
     repository = hub.folder("local/facts")
     left = [
@@ -63,9 +61,7 @@ def test_what_a_killed_git_left_is_gone_when_the_hub_is_up_again(tmp_path: Path)
 def test_a_git_that_outlived_its_hub_is_ended_before_the_next_one_starts(tmp_path: Path) -> None:
     root, worktree = tmp_path / "hub", tmp_path / "facts"
     with running_hub(root) as hub:
-        url = hub.create_dataset("local/facts")
-        hub.git("init", "-q", str(worktree), cwd=tmp_path)
-        hub.git("remote", "add", "origin", url, cwd=worktree)
+        hub.git("clone", "-q", hub.create_dataset("local/facts"), str(worktree), cwd=tmp_path)
         sha = push(hub, worktree)
     repository = hub.folder("local/facts")
     git_that_hangs = subprocess.Popen(

@@ -53,8 +53,7 @@ class Place:
         with self.hub() as hub:
             url = hub.create_dataset("local/facts")
             self.folder = hub.folder("local/facts")
-            hub.git("init", "-q", str(self.worktree), cwd=self.root)
-            hub.git("remote", "add", "origin", url, cwd=self.worktree)
+            hub.git("clone", "-q", url, str(self.worktree), cwd=self.root)
             self.good = self.push(hub, "rows.jsonl", "good")
             self.bad = self.push(hub, "rows.jsonl", SECRET)
             self.after = self.push(hub, "more.jsonl", "after")

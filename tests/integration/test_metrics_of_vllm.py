@@ -17,18 +17,18 @@ from tests.serving_fixtures import echo_app, echo_release, running
 USAGE = "vllm:kv_cache_usage_perc"
 
 
-def vllm_metrics(http: httpx.Client) -> dict[str, int]:
+def vllm_metrics(http: httpx.Client) -> dict[str, float]:
     """Of each name the sum."""
-    found: dict[str, int] = {}
+    found: dict[str, float] = {}
     for family in text_string_to_metric_families(http.get("/metrics").text):
         for sample in family.samples:
             if sample.name.startswith("vllm:"):
                 assert (sample.labels["model_name"], sample.labels["engine"]) == ("answers", "0")
-                found[sample.name] = found.get(sample.name, 0) + int(sample.value)
+                found[sample.name] = found.get(sample.name, 0) + sample.value
     return found
 
 
-def grown_by(pipeline_dir: Path, body: dict[str, Any], status: int = 200) -> dict[str, int]:
+def grown_by(pipeline_dir: Path, body: dict[str, Any], status: int = 200) -> dict[str, float]:
     """What a request adds to each."""
     set_current(pipeline_dir, echo_release(pipeline_dir, 1).id)
     with running(echo_app(pipeline_dir)) as url, httpx.Client(base_url=url) as http:
@@ -109,13 +109,9 @@ def test_the_waits_of_sequences_are_measured_where_the_engine_computes(tmp_path:
     body = {"prompt": [[1] * 20, [2] * 20], "max_tokens": 60, "ignore_eos": True}
     with running(app) as url, httpx.Client(base_url=url, timeout=60) as http:
         assert http.post("/v1/completions", json=body).is_success
-        samples = {
-            sample.name.removeprefix("vllm:"): sample.value
-            for family in text_string_to_metric_families(http.get("/metrics").text)
-            for sample in family.samples
-        }
-    assert samples["num_preemptions_total"] >= 1
+        found = vllm_metrics(http)
+    assert found["vllm:num_preemptions_total"] >= 1
     parts = ("queue", "prefill", "decode")
-    assert {samples[f"request_{part}_time_seconds_count"] for part in parts} == {2}
-    seconds = [samples[f"request_{part}_time_seconds_sum"] for part in parts]
-    assert all(seconds) and sum(seconds) <= samples["e2e_request_latency_seconds_sum"]
+    assert {found[f"vllm:request_{part}_time_seconds_count"] for part in parts} == {2}
+    seconds = [found[f"vllm:request_{part}_time_seconds_sum"] for part in parts]
+    assert all(seconds) and sum(seconds) <= found["vllm:e2e_request_latency_seconds_sum"]
