@@ -2,21 +2,16 @@
 
 import os
 import signal
-import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jobs.agent import Attempt, ForkServer
 from jobs.folder import OUTCOME
-from jobs.job import Job, attempt_token, job_of_token
+from jobs.job import Job
 from jobs.process import process_here
-from jobs.runner import Runner
-from jobs.store import JobStore
 from tests.integration.test_job_kills import children_of
-from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
+from tests.job_runner_fixtures import SETTINGS, House, house, program
 from tests.jobs_fixtures import is_gone, pids_in, until
 
 __all__ = ["house"]
@@ -88,50 +83,3 @@ def test_a_frozen_agent_is_killed_and_the_job_goes_on(house: House) -> None:
     (house.jobs_dir / job.id / "go").touch()
     ended = house.ended(job)
     assert (ended.state, ended.attempt, ended.num_lost) == ("COMPLETED", 2, 1)
-
-
-@pytest.mark.parametrize("starts_first", [True, False], ids=["after the start", "before the start"])
-def test_a_runner_that_slept_at_a_start_starts_nothing_twice(
-    house: House, starts_first: bool
-) -> None:
-    """Its attempt counts if the agent was started, and can begin no more if it was not."""
-    house.jobs_dir.mkdir()
-    server = ForkServer(())
-    sleeps, wakes, stop = threading.Event(), threading.Event(), threading.Event()
-
-    def start_slowly(attempt: Attempt) -> None:
-        if starts_first:
-            server.start(attempt)
-        sleeps.set()
-        assert wakes.wait(60)
-        if not starts_first:
-            server.start(attempt)
-
-    def sleepy() -> None:
-        with JobStore.open(house.url) as store:
-            Runner(store, house.jobs_dir, SETTINGS, ENVIRONMENT, start_agent=start_slowly).run(stop)
-
-    job = house.store.submit(program("wait_for", "go", "0"))
-    token = attempt_token(replace(job, attempt=1), b"k")
-    thread = threading.Thread(target=sleepy)
-    thread.start()
-    try:
-        assert sleeps.wait(60)
-        house.run()
-        (pid,) = pids_in(house.log(job))
-        is_valid = job_of_token(token, house.store, b"k") is not None
-        assert is_valid == starts_first, "the attempt that did not begin is fenced off"
-        wakes.set()
-        time.sleep(0.5)
-        (house.jobs_dir / job.id / "go").touch()
-        ended = house.ended(job)
-    finally:
-        wakes.set()
-        stop.set()
-        thread.join()
-    assert (ended.state, ended.attempt, ended.num_lost) == (
-        "COMPLETED",
-        1 if starts_first else 2,
-        0,
-    )
-    assert pids_in(house.log(job)) == [pid]
