@@ -14,9 +14,10 @@ import httpx
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from starlette.testclient import TestClient
 
 from jobs.store import JobStore
-from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
+from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 from tests.ports import free_port
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import (
@@ -49,13 +50,6 @@ def section(heading: str) -> Callable[[Any], Any]:
     """The test below runs the blocks of that section, which it must unpack to the last."""
     SECTIONS.add(heading)
     return lambda test: test
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, trust_env=False).is_success
-    except httpx.TransportError:
-        return False
 
 
 def post(url: str, headers: dict[str, str] | None = None, **payload: Any) -> Any:
@@ -178,20 +172,11 @@ def test_a_server_of_ones_own(tmp_path: Path) -> None:
         assert post(f"{url}/webhooks/say_hello", SECRET) == {"message": "hello"}
         assert post(f"{url}/webhooks/say_hello") == 401
 
-    (tmp_path / "embedding.py").write_text(embedding)
-    command = [sys.executable, "-m", "uvicorn", "embedding:app", "--log-level", "warning"]
-    port = free_port()
-    with subprocess.Popen(
-        [*command, "--port", str(port)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        wait_until(lambda: answers(f"http://127.0.0.1:{port}/hooks/health"))
-        answer = post(f"http://127.0.0.1:{port}/hooks/webhooks/hello", SECRET)
-        assert answer == {"message": "hello"}
-        process.terminate()
+    module: dict[str, Any] = {}
+    exec(embedding, module)
+    with TestClient(module["app"], base_url="http://localhost") as client:
+        answer = client.post("/hooks/webhooks/hello", json=dataset_update(), headers=SECRET)
+        assert answer.json() == {"message": "hello"}
 
 
 @section("A secret")

@@ -2,8 +2,6 @@
 
 import errno
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,42 +9,17 @@ import pytest
 
 from pipeline.logs import NUM_KEPT, rotate
 
-WRITE = """
-import os, sys
-for number in map(int, sys.stdin):
-    os.write(1, b"%06d\\n" % number)
-    print("written", file=sys.stderr, flush=True)
-"""
-
-
-def lines(file: Path) -> list[int]:
-    return [int(line) for line in file.read_text().splitlines()]
-
 
 def test_a_log_that_is_held_open_is_rotated(tmp_path: Path) -> None:
     log = tmp_path / "hub.log"
-    with log.open("ab") as stream:
-        service = subprocess.Popen(
-            [sys.executable, "-c", WRITE],
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=subprocess.PIPE,
-        )
-    assert service.stdin is not None and service.stderr is not None
-    try:
+    with log.open("ab", buffering=0) as service:
         for number in range(60):
-            service.stdin.write(b"%d\n" % number)
-            service.stdin.flush()
-            service.stderr.readline()
+            service.write(b"%06d\n" % number)
             rotate(log, max_bytes=70)
-    finally:
-        service.stdin.close()
-        service.wait()
-        service.stderr.close()
     parts = [log, *(tmp_path / f"hub.log.{number}" for number in range(1, NUM_KEPT + 1))]
     assert sorted(tmp_path.iterdir()) == sorted(parts)
     assert all(file.stat().st_size <= 77 for file in parts)
-    kept = [number for file in reversed(parts) for number in lines(file)]
+    kept = [int(line) for file in reversed(parts) for line in file.read_text().splitlines()]
     assert kept == list(range(60 - len(kept), 60)), "the newest lines, in order"
     assert len(kept) > 30
 
