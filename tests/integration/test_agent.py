@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
 import sys
 import threading
 import time
@@ -260,22 +259,3 @@ def test_an_end_is_recorded_when_the_store_is_back(bench: Bench) -> None:
     engine.dispose()
     outcome = bench.ended(job).outcome
     assert outcome is not None and outcome.exit_code == 3
-
-
-@pytest.mark.slow
-def test_a_fork_of_a_server_with_torch_uses_many_threads(bench: Bench) -> None:
-    script = f"""
-from pathlib import Path
-from jobs.runner import Runner
-from jobs.store import JobStore
-from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS
-import threading
-with JobStore.open({bench.store.location!r}) as store:
-    settings = SETTINGS.model_copy(update={{"preload": ("no_such_module", "torch")}})
-    runner = Runner(store, Path({str(bench.jobs_dir)!r}), settings, ENVIRONMENT)
-    runner.run(threading.Event(), until_idle=True)
-"""
-    job = bench.store.submit(program("use_torch", "2"))
-    subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, check=True)
-    assert bench.store.get(job.id).state == "COMPLETED"
-    assert bench.log.read_text() == f"sum {512**3} preloaded True\n"

@@ -8,14 +8,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import pytest
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.errors import ReleaseError
@@ -186,25 +186,17 @@ def test_a_redirect_to_another_host_gets_no_token() -> None:
     """The Hugging Face Hub redirects to another host for large files, and to itself for others."""
     asked = []
 
-    class Redirecting(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append((self.path, self.headers.get("Authorization")))
-            there = {"/a": "/b", "/b": f"http://localhost:{server.server_port}/c"}.get(self.path)
-            self.send_response(307 if there else 200)
-            self.send_header("Location", there or "")
-            self.end_headers()
+    app = FastAPI()
 
-        def log_message(self, *_: object) -> None:
-            pass
+    @app.get("/{path}")
+    def answer(request: Request, path: str) -> Response:
+        asked.append((path, request.headers.get("Authorization")))
+        there = {"a": "/b", "b": f"http://localhost:{request.url.port}/c"}.get(path)
+        return RedirectResponse(there) if there else Response()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Redirecting) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        fetch.open_file(Source(endpoint=endpoint, repo=REPO, token="t"), f"{endpoint}/a").read()
-        server.shutdown()
-        thread.join()
-    assert asked == [("/a", "Bearer t"), ("/b", "Bearer t"), ("/c", None)]
+    with running(app) as url:
+        fetch.open_file(Source(endpoint=url, repo=REPO, token="t"), f"{url}/a").read()
+    assert asked == [("a", "Bearer t"), ("b", "Bearer t"), ("c", None)]
 
 
 def test_a_fetch_that_was_killed_begins_again(hub: RunningHub, wire: Wire, tmp_path: Path) -> None:

@@ -8,26 +8,19 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from jobs.folder import OUTCOME
-from jobs.job import Delivery
 from jobs.process import IS_LINUX, is_alive, process_here
-from jobs.spec import JobSpec
 from jobs.store import JobStore
-from tests.jobs_fixtures import answer_to, is_gone, revisions, until
+from tests.job_runner_fixtures import House, house, program
+from tests.jobs_fixtures import answer_to, delivery, is_gone, revisions, until
+
+__all__ = ["house"]
 
 NUM_KILLS = int(os.environ.get("JOBS_KILLS", "8"))
 SEED = int(os.environ.get("JOBS_KILLS_SEED", "1"))
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
-def start_runner(url: str, jobs_dir: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.jobs_runner_process", url, str(jobs_dir), "json"]
-    return subprocess.Popen(command, env=ENVIRONMENT)
 
 
 def children_of(pid: int) -> list[int]:
@@ -68,47 +61,38 @@ def processes_in(jobs_dir: Path) -> list[int]:
     return found
 
 
-def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
+def test_every_delivery_reaches_an_outcome(house: House) -> None:
     assert IS_LINUX, "the victims are found in /proc"
-    choice = random.Random(SEED)
-    url, jobs_dir = f"sqlite:///{tmp_path / 'jobs.db'}", tmp_path / "jobs"
-    command = (sys.executable, "-m", "tests.jobs_program", "work_a_moment")
+    choice, store = random.Random(SEED), house.store
     killed: list[str] = []
-    with JobStore.open(url) as store:
-        runner = start_runner(url, jobs_dir)
-        for n in range(NUM_KILLS):
-            delivery = Delivery(source="hub", id=f"d{n}")
-            pipeline = f"p{n % 2}"
-            spec = JobSpec(
-                command=command,
-                pipeline=pipeline,
-                revisions=revisions(str(n + 1), str(n)),
-                max_attempts=100,
-            )
-            store.submit(spec, delivery=delivery)
-            time.sleep(choice.uniform(0.0, 0.6))
-            killed.append(kill_one(choice, runner.pid, store))
-            if killed[-1] in ("runner", "all"):
-                runner.wait()
-                runner = start_runner(url, jobs_dir)
-        told = f"seed {SEED}, killed {killed}"
-        until(lambda: all(job.has_ended for job in store.list()), 60)
-        for n in range(NUM_KILLS):
-            answer = answer_to(store, "hub", f"d{n}")
-            assert answer is not None, told
-            job = store.get(answer["job"])
-            assert job.spec.revisions is not None and f"d{n}" in job.spec.revisions.delivery_ids
-            while job.state == "ERROR":  # it was lost, and a successor took over its commits
-                assert job.outcome is not None and job.outcome.reason is not None, told
-                successor = re.search(r"(j\d+) trains on", job.outcome.reason)
-                assert successor is not None, told
-                job = store.get(successor[1])
-            assert job.state == "COMPLETED" and job.outcome is not None, told
-        for job in store.list():
-            has_outcome = (jobs_dir / job.id / OUTCOME).exists()
-            assert has_outcome == (job.state == "COMPLETED"), told
-        assert not processes_in(jobs_dir), told
-        children = children_of(runner.pid)
-        runner.terminate()
-        assert runner.wait(timeout=30) == 0
-        until(lambda: all(map(is_gone, children)))
+    runner = house.run_process("json")
+    for n in range(NUM_KILLS):
+        commits = revisions(str(n + 1), str(n))
+        work = {"pipeline": f"p{n % 2}", "revisions": commits, "max_attempts": 100}
+        store.submit(program("work_a_moment", **work), delivery=delivery(f"d{n}"))
+        time.sleep(choice.uniform(0.0, 0.6))
+        killed.append(kill_one(choice, runner.pid, store))
+        if killed[-1] in ("runner", "all"):
+            runner.wait()
+            runner = house.run_process("json")
+    told = f"seed {SEED}, killed {killed}"
+    until(lambda: all(job.has_ended for job in store.list()), 60)
+    for n in range(NUM_KILLS):
+        answer = answer_to(store, "hub", f"d{n}")
+        assert answer is not None, told
+        job = store.get(answer["job"])
+        assert job.spec.revisions is not None and f"d{n}" in job.spec.revisions.delivery_ids
+        while job.state == "ERROR":  # it was lost, and a successor took over its commits
+            assert job.outcome is not None and job.outcome.reason is not None, told
+            successor = re.search(r"(j\d+) trains on", job.outcome.reason)
+            assert successor is not None, told
+            job = store.get(successor[1])
+        assert job.state == "COMPLETED" and job.outcome is not None, told
+    for job in store.list():
+        has_outcome = (house.jobs_dir / job.id / OUTCOME).exists()
+        assert has_outcome == (job.state == "COMPLETED"), told
+    assert not processes_in(house.jobs_dir), told
+    children = children_of(runner.pid)
+    runner.terminate()
+    assert runner.wait(timeout=30) == 0
+    until(lambda: all(map(is_gone, children)))

@@ -165,6 +165,14 @@ def test_a_module_that_cannot_be_imported_in_advance_is_done_without(house: Hous
     assert house.ended(job).state == "COMPLETED"
 
 
+@pytest.mark.slow
+def test_a_fork_of_a_server_with_torch_uses_many_threads(house: House) -> None:
+    house.run_process("torch")
+    job = house.store.submit(program("use_torch", "2"))
+    assert house.ended(job).state == "COMPLETED"
+    assert house.log(job).read_text() == f"sum {512**3} preloaded True\n"
+
+
 def test_run_until_idle_waits_for_who_is_due_later_and_for_the_lease_of_a_dead_runner(
     house: House,
 ) -> None:
