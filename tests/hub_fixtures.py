@@ -138,14 +138,16 @@ def git_env(url: str, token: str) -> dict[str, str]:
     return env
 
 
-def run_git(*arguments: str, cwd: Path, env: dict[str, str], check: bool = True) -> str:
+def run_git(
+    *arguments: str, cwd: Path, env: dict[str, str], check: bool = True, stdin: str = ""
+) -> str:
     """What git printed, both streams; an AssertionError with it where git failed."""
     done = subprocess.run(
         ["git", *arguments],
         cwd=cwd,
         env=env,
         text=True,
-        stdin=subprocess.DEVNULL,
+        input=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=120,

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from tests.hub_fixtures import (
     wait_until,
 )
 from tests.ports import free_port
+from tests.slow_clients import connected, request
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -179,13 +179,11 @@ def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
 
 
 def test_a_push_that_breaks_off_changes_nothing(hub: RunningHub, worktree: Path) -> None:
-    with socket.create_connection(("127.0.0.1", hub.settings.port)) as client:
-        client.sendall(
-            b"POST /datasets/local/facts/git-receive-pack HTTP/1.1\r\nHost: x\r\n"
-            b"Authorization: Bearer " + hub.token.encode() + b"\r\n"
-            b"Content-Type: application/x-git-receive-pack-request\r\n"
-            b"Content-Length: 1000000\r\n\r\n00"
-        )
+    path = "/datasets/local/facts/git-receive-pack"
+    headers = {"Authorization": f"Bearer {hub.token}"}
+    headers["Content_Type"] = "application/x-git-receive-pack-request"
+    with connected(hub.url) as client:
+        client.sendall(request(hub.url, "POST", path, num_bytes=1_000_000, **headers) + b"00")
     sha = push_file(hub, worktree, "a.txt", "1")
     assert hub.api.dataset_info("local/facts").sha == sha
     wait_until(lambda: not list((hub.root / "incoming").iterdir()))

@@ -1,12 +1,10 @@
 """The hub seen by the real git program."""
 
-import base64
 import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.hub_fixtures import (
@@ -177,30 +175,15 @@ def test_an_unknown_repository_is_said_with_what_to_do(hub: RunningHub, worktree
 
 
 def test_a_tree_that_leads_outside_is_refused(hub: RunningHub, worktree: Path) -> None:
-    blob = subprocess.run(
-        ["git", "hash-object", "-w", "--stdin"],
-        input=b"x",
-        cwd=worktree,
-        env=hub.git_env,
-        capture_output=True,
-        check=True,
-    ).stdout.decode()
-    entry = f"100644 blob {blob.strip()}\t..\n"
-    tree = subprocess.run(
-        ["git", "mktree"], input=entry.encode(), cwd=worktree, env=hub.git_env, capture_output=True
-    ).stdout.decode()
-    commit = hub.git("commit-tree", "-m", "Bad", tree.strip(), cwd=worktree)
+    git = partial(run_git, cwd=worktree, env=hub.git_env)
+    blob = git("hash-object", "-w", "--stdin", stdin="x")
+    commit = git("commit-tree", "-m", "Bad", git("mktree", stdin=f"100644 blob {blob}\t..\n"))
     said = hub.git("push", "origin", f"{commit}:refs/heads/main", cwd=worktree, check=False)
     assert "hasDotdot" in said
 
 
-def authorization(hub: RunningHub) -> dict[str, str]:
-    pair = base64.b64encode(f"anyone:{hub.token}".encode()).decode()
-    return {"Authorization": f"Basic {pair}"}
-
-
 def test_requests_that_are_not_gits_are_refused(hub: RunningHub, worktree: Path) -> None:
-    base = f"{hub.url}/datasets/local/facts"
+    base = "/datasets/local/facts"
     for method, path, options in [
         ("GET", "/info/refs", {}),  # the dumb protocol
         ("GET", "/info/refs?service=git-shell", {}),
@@ -208,15 +191,10 @@ def test_requests_that_are_not_gits_are_refused(hub: RunningHub, worktree: Path)
         ("GET", "/git-receive-pack", {}),
         ("POST", "/git-receive-pack", {"content": b"0000"}),  # no content type
     ]:
-        answer = httpx.request(method, base + path, headers=authorization(hub), **options)
+        answer = hub.request(method, base + path, **options)
         assert answer.status_code in (400, 404), (method, path)
-    garbage = httpx.post(
-        f"{base}/git-receive-pack",
-        content=b"not a pkt-line",
-        headers={
-            **authorization(hub),
-            "Content-Type": "application/x-git-receive-pack-request",
-        },
-    )
+    headers = {"Content-Type": "application/x-git-receive-pack-request"}
+    path = f"{base}/git-receive-pack"
+    garbage = hub.request("POST", path, content=b"not a pkt-line", headers=headers)
     assert garbage.status_code in (200, 400, 500)  # git's own words; the hub goes on:
     assert hub.request("GET", "/health").status_code == 200
