@@ -16,7 +16,6 @@ from pipeline.runner import after_jobs
 from pipeline.runner.after_jobs import Outcomes
 from pipeline.settings import PipelineSettings, load_settings
 from tests.after_jobs_fixtures import end_one, store
-from tests.jobs_fixtures import until
 
 __all__ = ["store"]
 
@@ -58,13 +57,11 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
     told: list[str] = []
     outcomes = Outcomes(store, [lambda job: told.append(job.id)])
     outcomes.poll()
-    stop = threading.Event()
-    thread = threading.Thread(target=outcomes.follow, args=(stop,))
-    thread.start()
     with JobStore.open(tmp_path / "jobs.sqlite") as other:
         job = end_one(other)
+    stop = threading.Event()
     stop.set()
-    thread.join()
+    outcomes.follow(stop)
     assert told == [job.id]
 
 
@@ -75,22 +72,16 @@ def test_the_thread_outlives_an_error(store: JobStore, monkeypatch: pytest.Monke
     outcomes.poll()
     ids = [end_one(store).id]
     errors: list[Exception] = [StoreError("The database is locked."), RuntimeError("no way")]
-    poll = outcomes.poll
+    poll, stop = outcomes.poll, threading.Event()
 
     def failing() -> int:
         if errors:
             raise errors.pop()
+        stop.set()
         return poll()
 
     monkeypatch.setattr(outcomes, "poll", failing)
-    stop = threading.Event()
-    thread = threading.Thread(target=outcomes.follow, args=(stop,))
-    thread.start()
-    try:
-        until(lambda: not errors and told == ids)
-    finally:
-        stop.set()
-        thread.join()
+    outcomes.follow(stop)
     assert told == ids, "and not twice"
 
 
