@@ -37,11 +37,8 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture
 def worktree(hub: RunningHub, tmp_path: Path) -> Path:
     """A clone of the new, empty dataset `local/facts`, with `origin` set."""
-    url = hub.create_dataset("local/facts")
-    folder = tmp_path / "facts"
-    hub.git("init", "-q", str(folder), cwd=tmp_path)
-    hub.git("remote", "add", "origin", url, cwd=folder)
-    return folder
+    hub.git("clone", "-q", hub.create_dataset("local/facts"), "facts", cwd=tmp_path)
+    return tmp_path / "facts"
 
 
 @pytest.fixture

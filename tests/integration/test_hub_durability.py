@@ -98,8 +98,8 @@ def hub_process(tmp_path: Path) -> Iterator[HubProcess]:
 
 def make_worktree(hub: HubProcess, folder: Path) -> Path:
     create_empty(hub.url, "local/facts")
-    hub.git("init", "-q", str(folder), cwd=folder.parent)
-    hub.git("remote", "add", "origin", f"{hub.url}/datasets/local/facts", cwd=folder)
+    url = f"{hub.url}/datasets/local/facts"
+    hub.git("clone", "-q", url, str(folder), cwd=folder.parent)
     return folder
 
 

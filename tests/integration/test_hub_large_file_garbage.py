@@ -19,8 +19,7 @@ class Place:
     def __init__(self, root: Path, hub: RunningHub) -> None:
         self.root, self.hub = root / "hub", hub
         self.work = root / "work"
-        self.url = hub.create_dataset("local/facts")
-        hub.git("init", "-q", str(self.work), cwd=root)
+        hub.git("clone", "-q", hub.create_dataset("local/facts"), str(self.work), cwd=root)
         self.files = LargeFiles(hub.folder("local/facts"))
 
     def push(self, name: str, content: bytes, *options: str) -> str:
@@ -28,7 +27,7 @@ class Place:
         oid = self.store(content)
         pointer = Pointer(oid=oid, size=len(content)).render().decode()
         sha = commit_file(self.hub, self.work, name, pointer)
-        self.hub.git("push", "-q", *options, self.url, "HEAD:main", cwd=self.work)
+        self.hub.git("push", "-q", *options, "origin", "HEAD:main", cwd=self.work)
         return sha
 
     def store(self, content: bytes) -> str:
