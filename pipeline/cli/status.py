@@ -14,13 +14,14 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline.cli.terminal import JsonOption, project_home, table_lines
-from pipeline.doctor.checks import check_services, check_webhooks, examine, faults
+from pipeline.doctor.checks import check_queue, check_services, check_webhooks, examine, faults
 from pipeline.doctor.facts import Facts, state_of
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.stack.record import running_settings
 
 WATCH_SECONDS = 1.0
+NOTICED = (check_services, check_webhooks, check_queue)
 AGES = frozenset({"uptime_seconds", "queue_age_seconds", "age_seconds"})
 """What in the report is another number each time, though nothing has happened."""
 
@@ -144,7 +145,7 @@ def status_report(home: Home, settings: Settings) -> dict[str, Any]:
     record = facts.stack
     return {
         "home": str(home.root),
-        "notices": [str(each) for each in faults(facts, (check_services, check_webhooks))],
+        "notices": [str(each) for each in faults(facts, NOTICED)],
         "engine": asdict(facts.engine),
         "uptime_seconds": round(now - record.started_at, 1) if record else None,
         "services": [

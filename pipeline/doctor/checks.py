@@ -1,8 +1,11 @@
 """Judges the facts of a stack and of its state folder (by default `.pipeline`). Reports each fault
 and what to do about the fault, but repairs nothing."""
 
+import math
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
@@ -29,6 +32,8 @@ SPARE_BYTES = 1 << 30
 """How many bytes must be free on the disk. If fewer are free, the next release may not fit."""
 NEEDED_TO_TRAIN = ("torch", "transformers", "datasets", "safetensors")
 INSTALL_TORCH = "in the folder of hotpush: pip install -e '.[torch]'"
+NO_RUNNER_SECONDS = 30
+"""Runners look for jobs several times a second."""
 RESTART = "pipeline down && pipeline up --detach"
 
 Check = Callable[[Facts], Iterator[Finding]]
@@ -217,6 +222,20 @@ def check_deliveries(facts: Facts) -> Iterator[Finding]:
         yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
 
 
+def check_queue(facts: Facts) -> Iterator[Finding]:
+    """Whether a runner takes the jobs that are due, if this stack has none."""
+    if facts.stack is None or any(child.name == "runner" for child in facts.stack.children):
+        return
+    with suppress(JobError):  # `check_last_jobs` reports this
+        jobs = [job for each in facts.jobs.values() for job in each]
+        due = [job for job in jobs if job.state == "SCHEDULING" and job.waits_for is None]
+        since = time.time() - min((job.run_after for job in due), default=math.inf)
+        if since > NO_RUNNER_SECONDS and not any(job.state == "RUNNING" for job in jobs):
+            first = min(due, key=lambda job: job.run_after)
+            fault = f"{first.id} is due since {since:.0f} s, and no runner takes it"
+            yield wrong("runner", fault, "start one, here or elsewhere: pipeline up --only runner")
+
+
 def check_last_jobs(facts: Facts) -> Iterator[Finding]:
     try:
         jobs_of = facts.jobs
@@ -288,6 +307,7 @@ CHECKS: tuple[Check, ...] = (
     check_webhooks,
     check_other_hubs,
     check_deliveries,
+    check_queue,
     check_last_jobs,
     check_releases,
 )

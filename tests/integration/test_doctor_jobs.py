@@ -1,5 +1,6 @@
 """What the doctor finds of the things that jobs and their runner need, and of dead deliveries."""
 
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from jobs.outcome import JobOutcome
+from jobs.process import identify
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.doctor import checks as doctor
 from pipeline.doctor.facts import Facts, Finding
 from pipeline.paths import Home
 from pipeline.settings import load_settings
+from pipeline.stack.record import StackRecord
 from serving.weights.release_store import set_current
 from tests.jobs_fixtures import claim
 from tests.ports import free_port
@@ -117,6 +120,29 @@ def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(ho
         assert step() == f"{first} pending: pipeline jobs wait {correction.id}"
         store.claim("runner", 60)
         assert step() == f"{first} running: pipeline jobs wait {correction.id}"
+
+
+def test_a_stack_without_a_runner_says_that_nobody_takes_its_jobs(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    me = identify(os.getpid())
+    assert me is not None
+    record = StackRecord(process=me, started_at=0.0, is_ready=True)
+    home.stack_file.write_text(record.model_dump_json())
+    home.jobs_database.parent.mkdir()
+
+    def found() -> list[tuple[str, str]]:
+        return wrong(doctor.check_queue(Facts(home, load_settings())))
+
+    with JobStore.open(home.jobs_database) as store:
+        job = store.submit(JobSpec(command=("x",), pipeline="a"))
+        assert not found(), "a runner may take it at any moment"
+        monkeypatch.setattr(doctor, "NO_RUNNER_SECONDS", -1)
+        [(message, _)] = found()
+        assert message.startswith(f"{job.id} is due") and "no runner takes it" in message
+        claim(store)
+        assert not found()
 
 
 def test_a_killed_stack_is_not_also_said_to_be_well(home: Home) -> None:
