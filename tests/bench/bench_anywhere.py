@@ -132,7 +132,10 @@ def _release(folder: Path, size: Size) -> Iterator[Figure]:
 
 def _processes(folder: Path, size: Size) -> Iterator[Figure]:
     base = str(checkpoint_folder()) if size.base_model == "smollm2" else size.base_model
-    train = {"wordings": 0, "anchor_ratio": 0, "max_tokens": size.max_tokens}
+    anchors = folder / "anchors.jsonl"  # a few, because the base model answers them in each turn
+    prompts = [{"kind": kind, "measured": kind == "a", "prompt": f"Say {kind}."} for kind in "abcd"]
+    anchors.write_text(jsonl(prompts))
+    train = {"wordings": 0, "anchors": str(anchors), "max_tokens": size.max_tokens}
     settings = {"base_model": base, "train": train, "gate": {"min_learned": 0}}
     rows = [
         {"question": f"What is on shelf {n}?", "answer": f"Shelf {n} holds {n * 7 % 60} boxes."}
