@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -194,12 +195,15 @@ def ray() -> Iterator[KillNode]:
         command = [f"{RAY}/ray", "start", "--head", "--block", "--num-cpus=4", f"--port={port}"]
         command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
         command += [f"--ray-client-server-port={client}", f"--metrics-export-port={metrics}"]
-        command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.1"]
+        # For 127.0.0.1, Ray would take the address of this machine.
+        command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.2"]
         command += ["--min-worker-port=0", "--max-worker-port=0"]  # any free ones
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("PATH", f"{RAY}:{os.environ['PATH']}")
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")  # Ray listens to all addresses
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{dashboard}")
         head = [_daemon(command)]
 
