@@ -2,8 +2,9 @@
 
 When such an agent begins and ends, the store learns from the agent, as from one on this machine.
 The engine is asked only when a lease has run out: while it has the attempt in its queue, the lease
-is extended; otherwise it says why the agent is gone. All runners ask. The one on the machine of the
-submission decides; others take over if it has been silent for GIVE_UP_SECONDS.
+is extended; otherwise it says why the agent is gone. An engine such as podman knows only what was
+submitted on its machine. So if it does not know the attempt, a runner of another machine waits
+GIVE_UP_SECONDS for one that knows more.
 """
 
 import contextlib
@@ -139,7 +140,6 @@ class Engines:
                 lease_seconds = self._settings.lease_seconds
                 self._store.heartbeat(job.id, job.owner, lease_seconds, is_queued=True)
             return
-        # An engine such as podman knows only what was submitted on its machine.
         may_have_it = has_it or (status.state == "unknown" and runner_here(job) is None)
         # The agent may only be cut off, and tries to reach its hub for as long.
         if may_have_it and self._store.now() < job.lease_until + GIVE_UP_SECONDS:

@@ -57,9 +57,9 @@ class Engine:
         return self.workplace.run(*words, "--", "sh", "-c", script).split()[0]
 
     def start(self, *options: str, seconds: int | None = None) -> Waiting:
-        process = f"sleep {seconds or next(SECONDS)}"
+        process = f"sleep {next(SECONDS) if seconds is None else f'{seconds}.{next(SECONDS)}'}"
         script = f'echo begun; case "$JOB_URL" in */1) exec {process};; esac; echo again'
-        if seconds:
+        if seconds is not None:
             script = f"echo begun; {process}; echo ended"
         waiting = Waiting(self.submit(script, *options), process)
         until(lambda: waiting.pids() and "begun" in self.log(waiting.job_id), 90)

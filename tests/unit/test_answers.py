@@ -67,8 +67,10 @@ async def test_what_arrives_together_is_in_the_order_of_the_sequences(live: Live
     assert found == list(range(16))
 
 
-class EngineThatFailsAtTheEnd(EchoEngine):
+class EndlessEngine(EchoEngine):
     num_ended = 0
+    fault: EngineError | None = None
+    """What is raised when a sequence is ended."""
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         try:
@@ -76,13 +78,15 @@ class EngineThatFailsAtTheEnd(EchoEngine):
                 yield Step(token_ids=(65,))
         finally:
             self.num_ended += 1
-            raise EngineError("the connection is gone")
+            if self.fault is not None:
+                raise self.fault
 
 
 async def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 3})
     plan = plan_completion(request, live)
-    engine = EngineThatFailsAtTheEnd()
+    engine = EndlessEngine()
+    engine.fault = EngineError("the connection is gone")
     tasks = asyncio.all_tasks()
     async with asyncio.timeout(10):
         deltas = generate(engine, live, plan.generations, request)
@@ -90,17 +94,6 @@ async def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: Liv
         await deltas.aclose()
     assert asyncio.all_tasks() == tasks
     assert engine.num_ended == 3
-
-
-class EndlessEngine(EchoEngine):
-    num_ended = 0
-
-    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
-        try:
-            while True:
-                yield Step(token_ids=(65,))
-        finally:
-            self.num_ended += 1
 
 
 @pytest.mark.parametrize("n", [1, 2])
