@@ -14,14 +14,21 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline.cli.terminal import JsonOption, project_home, table_lines
-from pipeline.doctor.checks import check_queue, check_services, check_webhooks, examine, faults
+from pipeline.doctor.checks import (
+    check_push_to,
+    check_queue,
+    check_services,
+    check_webhooks,
+    examine,
+    faults,
+)
 from pipeline.doctor.facts import Facts, state_of
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.stack.record import running_settings
 
 WATCH_SECONDS = 1.0
-NOTICED = (check_services, check_webhooks, check_queue)
+NOTICED = (check_services, check_webhooks, check_queue, check_push_to)
 AGES = frozenset({"uptime_seconds", "queue_age_seconds", "age_seconds"})
 """What in the report is another number each time, though nothing has happened."""
 

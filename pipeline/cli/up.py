@@ -69,7 +69,7 @@ def up(
     has_hub, file = "hub" in names, home.tokens_file
     tokens = load_tokens(file) if has_hub else tokens_of_hub(file, settings.hub_url)
     say = partial(print, flush=True)
-    stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
+    stack = Stack(home, services, only=only, hang_seconds=settings.stack.hang_seconds)
     try:
         stack.start(say)
         if has_hub:

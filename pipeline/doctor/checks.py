@@ -18,8 +18,9 @@ from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, o
 from pipeline.errors import PipelineError
 from pipeline.hub.database import deliveries, read_only
 from pipeline.paths import settings_file
+from pipeline.runner.push import RETRY_SECONDS, last_push
 from pipeline.settings import PipelineSettings
-from pipeline.stack.record import stale_settings
+from pipeline.stack.record import restart, stale_settings
 from pipeline.stack.subscriptions import FollowedHub, other_hubs, own_hub
 from pipeline.tokens import read_tokens
 from receiver.errors import NotAllowed, ReceiverError
@@ -34,7 +35,6 @@ NEEDED_TO_TRAIN = ("torch", "transformers", "datasets", "safetensors")
 INSTALL_TORCH = "in the folder of hotpush: pip install -e '.[torch]'"
 NO_RUNNER_SECONDS = 30
 """Runners look for jobs several times a second."""
-RESTART = "pipeline down && pipeline up --detach"
 
 Check = Callable[[Facts], Iterator[Finding]]
 
@@ -129,7 +129,7 @@ def check_services(facts: Facts) -> Iterator[Finding]:
         step = f"let it continue: kill -CONT {record.process.pid}"
         yield wrong("stack", f"the stack (process {record.process.pid}) {fault}", step)
     if (changed := stale_settings(home)) is not None:
-        yield wrong("settings", changed, RESTART)
+        yield wrong("settings", changed, restart(home))
     for child in record.children:
         state, log = state_of(child), f"read {home.log_file(child.name)}"
         if state == "down":
@@ -150,10 +150,11 @@ def check_webhooks(facts: Facts) -> Iterator[Finding]:
         webhooks = facts.webhooks
     except NotAllowed:
         replaced = "tokens.json was replaced after the stack was started, so the hub refuses it"
-        yield wrong("webhook", replaced, RESTART)
+        yield wrong("webhook", replaced, restart(facts.home))
         return
     except ReceiverError as error:
-        yield wrong("webhook", f"the hub does not list its webhooks: {error}", RESTART)
+        silent = f"the hub does not list its webhooks: {error}"
+        yield wrong("webhook", silent, restart(facts.home))
         return
     for webhook in webhooks:
         for warning in webhook.warnings:
@@ -165,7 +166,7 @@ def check_webhooks(facts: Facts) -> Iterator[Finding]:
             yield wrong("webhook", f"{webhook.id} is suspended: {waits}", step)
     if facts.answering_hub is not None and facts.settings.datasets_on_hub:
         hub = own_hub(facts.settings, facts.home, facts.answering_hub)
-        yield _check_webhook("webhook", hub, webhooks)
+        yield _check_webhook(facts, "webhook", hub, webhooks)
 
 
 def check_other_hubs(facts: Facts) -> Iterator[Finding]:
@@ -179,14 +180,17 @@ def check_other_hubs(facts: Facts) -> Iterator[Finding]:
             yield wrong(check, *hindrance)
             continue
         try:
-            yield _check_webhook(check, hub, hub.webhooks())
+            yield _check_webhook(facts, check, hub, hub.webhooks())
         except ReceiverError as error:
-            yield wrong(check, f"{hub.url} does not list its webhooks: {error}", RESTART)
+            silent = f"{hub.url} does not list its webhooks: {error}"
+            yield wrong(check, silent, restart(facts.home))
 
 
-def _check_webhook(check: str, hub: FollowedHub, webhooks: Sequence[WebhookRecord]) -> Finding:
+def _check_webhook(
+    facts: Facts, check: str, hub: FollowedHub, webhooks: Sequence[WebhookRecord]
+) -> Finding:
     """Whether one of the webhooks on this hub reports pushes to the receiver."""
-    ours, step = hub.ours(webhooks), RESTART
+    ours, step = hub.ours(webhooks), restart(facts.home)
     if ours is None:
         names = ", ".join(hub.datasets)
         return wrong(check, f"no webhook at {hub.url} reports pushes to {names}", step)
@@ -236,6 +240,18 @@ def check_queue(facts: Facts) -> Iterator[Finding]:
             yield wrong("runner", fault, "start one, here or elsewhere: pipeline up --only runner")
 
 
+def check_push_to(facts: Facts) -> Iterator[Finding]:
+    for pipeline in facts.settings.pipelines:
+        last = last_push(facts.releases_dir(pipeline))
+        if pipeline.push_to is None or last is None:
+            continue
+        if last.failure is not None:
+            again = f"it is tried again every {RETRY_SECONDS / 60:.0f} min"
+            yield wrong("push_to", f"{pipeline.name}: {last.failure}; {again}", READ_IT)
+        else:
+            yield ok("push_to", f"{pipeline.name}: {pipeline.push_to} is at {last.release}")
+
+
 def check_last_jobs(facts: Facts) -> Iterator[Finding]:
     try:
         jobs_of = facts.jobs
@@ -276,7 +292,7 @@ def check_releases(facts: Facts) -> Iterator[Finding]:
                 "releases",
                 f"{served.name} is served as a substitute for {damaged}, which could not be served",
                 f"train again on the rows of {damaged}: pipeline jobs run; or restore its files, "
-                f"then: {RESTART}",
+                f"then: {restart(facts.home)}",
             )
         if served.name not in ids:
             gone = f"{served.name} is served, but its folder is gone"
@@ -310,4 +326,5 @@ CHECKS: tuple[Check, ...] = (
     check_queue,
     check_last_jobs,
     check_releases,
+    check_push_to,
 )

@@ -1,10 +1,10 @@
 """Does the work that follows the end of a job, in threads of the runner's process.
 
 When a job ends, the first thread counts the outcome (how the job ended) in the runner's metrics for
-Prometheus. It also removes files that only a running job needs, hands the outcome to the command of
-the setting `on_outcome`, and pushes a promoted release to the repository `push_to`. Once an hour,
-the second thread removes the folders of jobs after `keep_days` (a setting under `[jobs]`), and
-deletes jobs from the job store after at least KEEP_JOBS_DAYS.
+Prometheus. It also removes files that only a running job needs, and hands the outcome to the
+command of the setting `on_outcome`. Once an hour, the second thread removes the folders of jobs
+after `keep_days` (a setting under `[jobs]`), and deletes jobs from the job store after at least
+KEEP_JOBS_DAYS. A third thread pushes releases (`pipeline/runner/push.py`).
 """
 
 import json
@@ -32,12 +32,11 @@ from pipeline.hub.database import jobs_of_webhooks
 from pipeline.paths import Home
 from pipeline.retrain import checkpoint_store
 from pipeline.retrain.job import CHECKPOINTS_DIR
-from pipeline.retrain.sources import OWN_TOKEN_SOURCE, own_token
 from pipeline.runner.job_store import open_job_store
+from pipeline.runner.push import keep_pushed
 from pipeline.runner.submit import RETRAINING
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
-from pipeline.tokens import load_tokens
-from serving.errors import ReleaseError, first_line
+from serving.errors import ReleaseError
 from serving.weights.release_store import load_release, release_ids
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Run the two threads that the module's docstring describes, until the `with` block ends.
+    """Run the threads that the module's docstring describes, until the `with` block ends.
     Before the first thread stops, it looks once more for ended jobs and handles their outcomes. So
     no outcome is missed.
 
@@ -85,7 +84,7 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             (
                 metrics.count,
                 lambda job: remove_unneeded_files(job, home.jobs_dir / job.id),
-                lambda job: _tell_others(settings, home, job),
+                lambda job: _notify(settings, home, job),
             ),
         )
         threads = [
@@ -94,6 +93,9 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 target=_prune_hourly, args=(settings, home, store, stop), name="prune"
             ),
         ]
+        if pushed := [each for each in settings.pipelines if each.push_to is not None]:
+            push = threading.Thread(target=keep_pushed, args=(pushed, home, stop), name="push")
+            threads.append(push)
         for thread in threads:
             thread.start()
         try:
@@ -104,13 +106,10 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 thread.join()
 
 
-def _tell_others(settings: Settings, home: Home, job: Job) -> None:
+def _notify(settings: Settings, home: Home, job: Job) -> None:
     for pipeline in settings.pipelines:
         if pipeline.name == job.spec.pipeline:
             notify(pipeline, job, home.jobs_dir / job.id)
-            if pipeline.push_to is not None:  # last, because it may take minutes
-                token = own_token(os.environ, load_tokens(home.tokens_file).hub)
-                push_release(pipeline, job, home.releases_dir / pipeline.name, token)
 
 
 def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threading.Event) -> None:
@@ -311,42 +310,6 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> None:
         )
     else:
         logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
-
-
-# `push_to`
-
-
-def push_release(
-    pipeline: PipelineSettings, job: Job, pipeline_dir: Path, token: str | None
-) -> None:
-    """Push the release that the job promoted to the repository `push_to`, as its `main` and as a
-    tag. If this fails, this function logs a warning and raises no error, as `notify`."""
-    if pipeline.push_to is None or job.outcome is None or job.outcome.result != "promoted":
-        return
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    release = str(job.outcome.release)
-    ids = {"pipeline": pipeline.name, "job_id": job.id, "release": release}
-    where = f"{pipeline.push_to} on {pipeline.push_endpoint}"
-    disable_progress_bars()
-    # False: without it, the client would send the stack's own token, if the shell has it.
-    api = HfApi(pipeline.push_endpoint, token or False)
-    try:
-        # The weights may have learned private rows, so nobody else may read a new repository.
-        api.create_repo(pipeline.push_to, private=True, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=pipeline.push_to,
-            folder_path=pipeline_dir / release,
-            commit_message=f"Release {release}",
-            delete_patterns="*",  # the files of the release before
-        )
-        api.create_tag(pipeline.push_to, tag=release, revision=commit.oid, exist_ok=True)
-    except Exception as error:
-        reason = first_line(error) if token else f"there is no token; set {OWN_TOKEN_SOURCE}"
-        logger.warning("%s was not pushed to %s: %s", release, where, reason, extra=ids)
-    else:
-        logger.info("pushed %s to %s", release, where, extra=ids)
 
 
 # Old jobs

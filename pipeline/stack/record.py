@@ -44,6 +44,8 @@ class StackRecord(BaseModel):
     process: ProcessIdentity
     started_at: float
     """When the stack was started, in seconds since the epoch."""
+    only: str | None = None
+    """The option `--only` of `pipeline up`."""
     is_ready: bool
     """Whether every child has answered, and `pipeline up` has set up the webhooks. Always False for
     a stack that `pipeline jobs run` started for one job."""
@@ -66,6 +68,13 @@ def last_record(home: Home) -> StackRecord | None:
         return None
 
 
+def restart(home: Home) -> str:
+    """The command that restarts the stack of this state folder."""
+    record = last_record(home)
+    only = "" if record is None or record.only is None else f" --only {record.only}"
+    return f"pipeline down && pipeline up --detach{only}"
+
+
 def stale_settings(home: Home) -> str | None:
     """A warning if a value in the settings file has changed since the stack was started. None if
     none has changed, if the file cannot be read, or if no stack runs."""
@@ -74,7 +83,7 @@ def stale_settings(home: Home) -> str | None:
         return None
     return (
         f"{settings_file()} has changed since the stack was started, and the stack still uses the "
-        "old settings; to restart it: pipeline down && pipeline up --detach"
+        f"old settings; to restart it: {restart(home)}"
     )
 
 

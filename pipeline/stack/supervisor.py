@@ -88,11 +88,13 @@ class Stack:
         home: Home,
         services: Sequence[Service],
         *,
+        only: str | None = None,
         hang_seconds: float = HANG_SECONDS,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._home = home
         self._services = services
+        self._only = only
         self._variables = variables
         self._hang_seconds = hang_seconds
         self._running: dict[str, _Running] = {}
@@ -317,6 +319,7 @@ class Stack:
         return StackRecord(
             process=me,
             started_at=self._stack_started_at,
+            only=self._only,
             is_ready=self._is_ready,
             children=tuple(child.record for child in self._running.values()),
         )

@@ -3,22 +3,21 @@
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import RevisionNotFoundError
 
-from jobs.outcome import JobOutcome
-from jobs.spec import JobSpec
-from jobs.store import JobStore
+from pipeline.doctor.checks import check_push_to, faults
+from pipeline.doctor.facts import Facts
 from pipeline.hub.database import open_database
 from pipeline.hub.events import EventLog
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.releases import Releases, take_release
 from pipeline.hub.repositories import Repositories
-from pipeline.runner.after_jobs import push_release
-from pipeline.settings import PipelineSettings
+from pipeline.paths import Home
+from pipeline.runner.after_jobs import after_jobs
+from pipeline.settings import PipelineSettings, Settings
 from serving.errors import ReleaseError
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import Served, load_release, prune, set_back, set_current
@@ -226,26 +225,53 @@ def test_a_file_of_another_file_system_is_copied(tmp_path: Path) -> None:
             hub.fsck()
 
 
-def test_a_promoted_release_is_pushed_to_another_hub(
-    tmp_path: Path, notes: Path, store: JobStore, caplog: pytest.LogCaptureFixture
+def test_the_served_release_is_pushed_to_another_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = store.submit(JobSpec(command=("true",), pipeline="notes"))
+    home = Home(tmp_path / "home")
+    notes = home.releases_dir / "notes"
+    releases = [
+        echo_release(notes, seed, max_shard_bytes=size) for seed, size in ((1, 100), (2, 10**9))
+    ]
     with running_hub(tmp_path / "elsewhere") as hub:
         pipeline = PipelineSettings(
             name="notes", dataset="me/facts", push_to="me/notes", push_endpoint=hub.url
         )
-        ids = []
-        for seed, shard_bytes in ((1, 100), (2, 10**9)):
-            ids.append(echo_release(notes, seed, max_shard_bytes=shard_bytes).id)
-            outcome = JobOutcome(result="promoted", job_id=job.id, release=ids[-1])
-            ended = replace(job, outcome=outcome)
-            push_release(pipeline, ended, notes, token=None)
-            assert "there is no token" in caplog.text
-            push_release(pipeline, ended, notes, hub.token)
-            push_release(pipeline, ended, notes, hub.token)
-        for revision, release_id in zip(("main", *ids), (ids[-1], *ids), strict=True):
+        settings = Settings.model_construct(pipelines=(pipeline,))
+
+        def runner() -> None:
+            """A whole life of a runner."""
+            with after_jobs(settings, home, serves_metrics=False):
+                pass
+
+        def main() -> str:
             cache = tmp_path / "cache"
-            downloaded = hub.api.snapshot_download("me/notes", revision=revision, cache_dir=cache)
-            assert load_release(Path(downloaded)).id == release_id
-            assert verify_release(Path(downloaded)) == ()
-        assert len(list(Path(downloaded).glob("*.safetensors"))) == 1
+            downloaded = Path(hub.api.snapshot_download("me/notes", cache_dir=cache))
+            assert verify_release(downloaded) == ()
+            return load_release(downloaded).id
+
+        def said() -> list[str]:
+            return [each.message for each in faults(Facts(home, settings), [check_push_to])]
+
+        runner()
+        assert said() == [], "nothing is served yet"
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        for release in releases:
+            set_current(notes, release.id)
+            runner()
+            assert len(said()) == 1
+            assert f"{release.id} was not pushed to me/notes on {hub.url}" in said()[0]
+            monkeypatch.setenv("HF_TOKEN", hub.token)
+            runner()
+            assert len(said()) == 1, "the time for another try has not come"
+            monkeypatch.setattr("pipeline.runner.push.RETRY_SECONDS", 0.0)
+            runner()
+            assert said() == []
+            assert main() == release.id
+            monkeypatch.undo()
+            monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        runner()
+        assert said() == [], "it is pushed once"
+        assert {each.name for each in hub.api.list_repo_refs("me/notes").tags} == {
+            each.id for each in releases
+        }

@@ -167,9 +167,14 @@ def test_settings_that_changed_are_loud_and_comments_are_none(hub: RunningHub) -
     file.write_text("# a comment\n" + PIPELINE)
     assert "has changed" not in pipeline("status")
     file.write_text(PIPELINE + "keep = 9\n")
+    home = Home.find()
+    record = read_stack(home)
+    assert record is not None
+    part = record.model_copy(update={"only": "hub,receiver"})
+    home.stack_file.write_text(part.model_dump_json())
     assert f"! settings: {file} has changed since the stack was started" in pipeline("status")
     (advice,) = [next_step for message, next_step in wrong() if "has changed" in message]
-    assert advice == "pipeline down && pipeline up --detach"
+    assert advice == "pipeline down && pipeline up --detach --only hub,receiver"
 
 
 def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
