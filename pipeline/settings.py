@@ -115,9 +115,9 @@ class PipelineSettings(BaseModel):
     """Where the jobs run: `local` for this machine, or NAME for the engine of [launchers.NAME]."""
     resources: Resources = Resources()
     push_to: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-    """A model repository `owner/name` on another hub. Each release that a job promotes is pushed
-    there, with your own token (see `base_model_endpoint`): `main` is the newest one, and each
-    release has a tag. If the repository does not exist, it is created as a private one."""
+    """A model repository `owner/name` on another hub. Each release that is served is pushed there,
+    with your own token (see `base_model_endpoint`): `main` is the served one, and each has a tag.
+    If the repository does not exist, it is created as a private one."""
     push_endpoint: str = Field(default=HUGGING_FACE, pattern=r"^https?://\S+$")
     """The URL of the hub that has `push_to`."""
     data: DataSettings = DataSettings()
