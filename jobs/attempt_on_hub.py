@@ -9,7 +9,6 @@ a ticket in an engine's records later gets nothing for it.
 import logging
 import re
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -37,6 +36,10 @@ _MAX_RECORDS_BYTES = PIECE_BYTES
 _RECORD = re.compile(r"[A-Za-z][\w-]{0,60}\.json")
 GROWING = (LOG, METRICS)
 """The files of a job's folder to which every attempt appends."""
+
+_STOPPED = Lost(
+    "The engine stopped the job: at its own time limit, for another job, or because somebody asked."
+)
 
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -111,10 +114,10 @@ class AttemptOnHub:
     def finish(self, result: JobOutcome | Lost | None) -> None:
         while self._next_piece()[0] is not None:
             self.beat()
+        is_stopped = isinstance(result, Lost) and result.is_shutdown
         finish = Finish(
             outcome=result if isinstance(result, JobOutcome) else None,
-            # Only an engine stops this agent, for example at its own time limit.
-            lost=replace(result, is_shutdown=False) if isinstance(result, Lost) else None,
+            lost=_STOPPED if is_stopped else result if isinstance(result, Lost) else None,
             records=_records(self._dir),
         )
         self._post("finish", Finished, timeout=_RELEASE_SECONDS, content=finish.model_dump_json())

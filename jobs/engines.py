@@ -121,7 +121,7 @@ class Engines:
         if job.owner in self._submitting:
             return
         launcher = self._launchers.get(job.spec.launcher)
-        status = EngineStatus("unknown", "this runner has no such launcher")
+        status, is_silent = EngineStatus("unknown", "this runner has no such launcher"), False
         if launcher is not None:
             if job.owner not in self._asked:
                 asking = self._calls.submit(launcher.status, _name_of_attempt(job))
@@ -132,7 +132,7 @@ class Engines:
                 status = self._asked.pop(job.owner).result()
             except LaunchError as error:
                 logger.warning("Job %s: %s; asking again", job.id, error)
-                return
+                status, is_silent = EngineStatus("unknown", str(error)), True
         assert job.lease_until is not None
         has_it = status.state in ("queued", "running")
         if has_it and job.handle is None:
@@ -140,7 +140,8 @@ class Engines:
                 lease_seconds = self._settings.lease_seconds
                 self._store.heartbeat(job.id, job.owner, lease_seconds, is_queued=True)
             return
-        may_have_it = has_it or (status.state == "unknown" and runner_here(job) is None)
+        is_unknown = status.state == "unknown"
+        may_have_it = has_it or is_silent or (is_unknown and runner_here(job) is None)
         # The agent may only be cut off, and tries to reach its hub for as long.
         if may_have_it and self._store.now() < job.lease_until + GIVE_UP_SECONDS:
             return

@@ -23,6 +23,7 @@ from serving.weights.release_store import prune
 logger = logging.getLogger(__name__)
 
 REVISION = "main"
+RENEW_SECONDS = 20.0
 NUM_KEPT = 3
 """How many of the newest releases stay on the disk; the served one stays in any case."""
 
@@ -114,10 +115,14 @@ class Follower:
         live = swapper.admission.live
         if live is not None and live.id == release_id:
             return
-        # The followers of one repository swap one after another.
-        while (answer := await self._told(http, "/turn")) and answer["wait_seconds"]:
-            await asyncio.sleep(answer["wait_seconds"])
-        result = await swapper.swap(release_id)
+        # A server that answers nothing yet need not wait.
+        while live is not None and (seconds := await self._turn(http)):
+            await asyncio.sleep(seconds)
+        keeping = asyncio.create_task(self._keep_turn(http))
+        try:
+            result = await swapper.swap(release_id)
+        finally:
+            keeping.cancel()
         if result.result != "live":
             reasons = "; ".join(result.reasons)
             is_final = result.result in ("refused", "superseded")
@@ -147,6 +152,18 @@ class Follower:
             said = errors.decode(errors="replace").strip().splitlines() or [str(process.returncode)]
             raise _Failure(said[-1], is_final=process.returncode != fetch.EXIT_LATER)
         return output.decode().strip()
+
+    async def _turn(self, http: httpx.AsyncClient) -> float:
+        """Asks for a turn to swap, or for more time: the followers of one repository swap one after
+        another. Returns 0 if it may swap now, or else after how many seconds to ask again."""
+        answer = await self._told(http, "/turn")
+        return answer["wait_seconds"] if answer else 0.0
+
+    async def _keep_turn(self, http: httpx.AsyncClient) -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            with suppress(httpx.HTTPError):
+                await self._turn(http)
 
     async def _told(self, http: httpx.AsyncClient, route: str, **facts: Any) -> Any:
         """The hub's answer to what this server tells of itself; None if it does not list followers.

@@ -42,6 +42,7 @@ def hub(context: typer.Context) -> None:
     from pipeline.doctor.revision import PushRemarks
     from pipeline.hub.app import create_app, serve
     from pipeline.runner.elsewhere import jobs_elsewhere
+    from pipeline.runner.push import pushing
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")
@@ -62,7 +63,8 @@ def hub(context: typer.Context) -> None:
             pipeline_dirs={each.name: home.releases_dir / each.name for each in settings.pipelines},
             console=create_router(Console(home=home, settings=settings)),
         )
-        serve(app, settings.hub)
+        with pushing(settings, home):
+            serve(app, settings.hub)
 
 
 @app.command(cls=ChangesStack)

@@ -187,8 +187,8 @@ class Hub:
     followers: dict[str, dict[str, tuple[float, Json]]] = field(default_factory=dict)
     """Id of a model repository → name of a server that follows it → when it reported last
     (`time.monotonic`), and what. In memory only, because each reports again within a minute."""
-    turns: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """Id of a model repository → the follower that may swap now, and when its turn ends
+    turns: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Id of a model repository → name of a follower that may swap now → when its turn ends
     (`time.monotonic`)."""
 
     def identify(self, token: bytes) -> Identity:

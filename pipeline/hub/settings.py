@@ -41,6 +41,8 @@ class HubSettings(BaseModel):
     reconcile_seconds: float = Field(default=60, gt=0)
     """The seconds between two comparisons of the refs with the stored events. The hub also compares
     them when it starts and after every push."""
+    max_unavailable: int = Field(default=1, ge=1)
+    """How many of the servers that follow one pipeline may swap at the same time."""
     max_push_bytes: int = Field(default=4 * GIB, gt=0)
     """The largest pack of one push, the largest body of one commit over the API, and the largest
     file of Git LFS."""

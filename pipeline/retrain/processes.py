@@ -48,6 +48,8 @@ def start(nodes: int, processes: int) -> int:
         # By default, only the variables that `sbatch` exports reach the other machines.
         command = ["srun", "--export=ALL", f"--nodes={nodes}", "--ntasks-per-node=1"]
         command += ["--kill-on-bad-exit=1"]
+        if (cpus := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
+            command.append(f"--cpus-per-task={cpus}")  # `srun` does not take it from `sbatch`
         command += [sys.executable, "-m", "pipeline.retrain", str(nodes), str(processes)]
         codes = [subprocess.run(command, env={**os.environ, **place}, check=False).returncode]
     else:

@@ -4,7 +4,7 @@ When a job ends, the first thread counts the outcome (how the job ended) in the 
 Prometheus. It also removes files that only a running job needs, and hands the outcome to the
 command of the setting `on_outcome`. Once an hour, the second thread removes the folders of jobs
 after `keep_days` (a setting under `[jobs]`), and deletes jobs from the job store after at least
-KEEP_JOBS_DAYS. A third thread pushes releases (`pipeline/runner/push.py`).
+KEEP_JOBS_DAYS.
 """
 
 import json
@@ -33,7 +33,6 @@ from pipeline.paths import Home
 from pipeline.retrain import checkpoint_store
 from pipeline.retrain.job import CHECKPOINTS_DIR
 from pipeline.runner.job_store import open_job_store
-from pipeline.runner.push import keep_pushed
 from pipeline.runner.submit import RETRAINING
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
 from serving.errors import ReleaseError
@@ -62,7 +61,7 @@ _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Run the threads that the module's docstring describes, until the `with` block ends.
+    """Run the two threads that the module's docstring describes, until the `with` block ends.
     Before the first thread stops, it looks once more for ended jobs and handles their outcomes. So
     no outcome is missed.
 
@@ -93,9 +92,6 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 target=_prune_hourly, args=(settings, home, store, stop), name="prune"
             ),
         ]
-        if pushed := [each for each in settings.pipelines if each.push_to is not None]:
-            push = threading.Thread(target=keep_pushed, args=(pushed, home, stop), name="push")
-            threads.append(push)
         for thread in threads:
             thread.start()
         try:

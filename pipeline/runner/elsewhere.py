@@ -18,10 +18,10 @@ from pipeline.retrain.errors import TemporaryError
 from pipeline.retrain.job import PARAPHRASE_TOKEN, damaged_releases, find_parent
 from pipeline.retrain.run import promote
 from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
-from pipeline.settings import Settings
+from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens
 from serving.errors import NotEnoughSpace, ServingError, Superseded
-from serving.weights.release_store import load_release, prune
+from serving.weights.release_store import load_release, pending_release, prune
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,15 @@ def jobs_elsewhere(settings: Settings, home: Home, tokens: Tokens) -> Elsewhere:
 
     def take(job: Job, outcome: JobOutcome, upload: Callable[[str], Path]) -> JobOutcome:
         try:
-            return _promoted(job, outcome, upload, settings, tokens)
+            pipeline = settings.pipeline(job.spec.pipeline)
+            if outcome.result == "published":
+                folder = upload(pipeline.name)
+            elif pending := pending_release(home.releases_dir / pipeline.name):
+                # Of an attempt before, after which the server deferred the swap for too long.
+                folder = home.releases_dir / pipeline.name / pending
+            else:
+                return outcome
+            return _promoted(outcome, folder, pipeline, settings.server_url(pipeline), tokens.admin)
         except Superseded as moved:
             # The next attempt trains from the release that was chosen meanwhile.
             return _failed(outcome, str(moved), may_pass=True)
@@ -86,21 +94,15 @@ def jobs_elsewhere(settings: Settings, home: Home, tokens: Tokens) -> Elsewhere:
 
 
 def _promoted(
-    job: Job,
-    outcome: JobOutcome,
-    upload: Callable[[str], Path],
-    settings: Settings,
-    tokens: Tokens,
+    outcome: JobOutcome, folder: Path, pipeline: PipelineSettings, server_url: str, token: str
 ) -> JobOutcome:
-    pipeline = settings.pipeline(job.spec.pipeline)
-    folder = upload(pipeline.name)
     parent = load_release(folder).lineage.parent
     result, reason = promote(
         folder.parent,
         folder.name,
         instead_of=(parent, folder.name, *damaged_releases(folder.parent)),
-        server_url=settings.server_url(pipeline),
-        token=tokens.admin,
+        server_url=server_url,
+        token=token,
     )
     try:
         prune(folder.parent, pipeline.keep)

@@ -1,10 +1,12 @@
-"""Keeps the repository `push_to` of a pipeline at the served release."""
+"""Keeps the repository `push_to` of a pipeline at the served release: in a thread of the hub, whose
+repository `local/<pipeline>` has the same releases."""
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -13,7 +15,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.job import read_record, write_record
 from pipeline.retrain.sources import OWN_TOKEN_SOURCE, own_token
-from pipeline.settings import PipelineSettings
+from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 from serving.errors import ServingError, first_line
 from serving.weights.release_store import served_release
@@ -41,9 +43,24 @@ def last_push(pipeline_dir: Path) -> Pushed | None:
     return read_record(pipeline_dir / _RECORD, Pushed)
 
 
-def keep_pushed(pipelines: Sequence[PipelineSettings], home: Home, stop: threading.Event) -> None:
-    """Push each release of these pipelines that becomes the served one. When `stop` is set, look
-    one last time and return. Give this a thread of its own, because an upload may take minutes."""
+@contextmanager
+def pushing(settings: Settings, home: Home) -> Iterator[None]:
+    """Inside, each release that becomes the served one is pushed, for the pipelines that have
+    `push_to`. The thread that does this looks once more at the end."""
+    pipelines = [each for each in settings.pipelines if each.push_to is not None]
+    stop = threading.Event()
+    thread = threading.Thread(target=_keep_pushed, args=(pipelines, home, stop), name="push")
+    if pipelines:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if pipelines:
+            thread.join()
+
+
+def _keep_pushed(pipelines: Sequence[PipelineSettings], home: Home, stop: threading.Event) -> None:
     is_last = False
     while not is_last:
         is_last = stop.wait(LOOK_SECONDS)

@@ -16,7 +16,7 @@ from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.releases import Releases, take_release
 from pipeline.hub.repositories import Repositories
 from pipeline.paths import Home
-from pipeline.runner.after_jobs import after_jobs
+from pipeline.runner.push import pushing
 from pipeline.settings import PipelineSettings, Settings
 from serving.errors import ReleaseError
 from serving.weights.release import RELEASE_FILE, Release
@@ -239,9 +239,9 @@ def test_the_served_release_is_pushed_to_another_hub(
         )
         settings = Settings.model_construct(pipelines=(pipeline,))
 
-        def runner() -> None:
-            """A whole life of a runner."""
-            with after_jobs(settings, home, serves_metrics=False):
+        def stack() -> None:
+            """A whole life of a stack."""
+            with pushing(settings, home):
                 pass
 
         def main() -> str:
@@ -253,24 +253,24 @@ def test_the_served_release_is_pushed_to_another_hub(
         def said() -> list[str]:
             return [each.message for each in faults(Facts(home, settings), [check_push_to])]
 
-        runner()
+        stack()
         assert said() == [], "nothing is served yet"
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
         for release in releases:
             set_current(notes, release.id)
-            runner()
+            stack()
             assert len(said()) == 1
             assert f"{release.id} was not pushed to me/notes on {hub.url}" in said()[0]
             monkeypatch.setenv("HF_TOKEN", hub.token)
-            runner()
+            stack()
             assert len(said()) == 1, "the time for another try has not come"
             monkeypatch.setattr("pipeline.runner.push.RETRY_SECONDS", 0.0)
-            runner()
+            stack()
             assert said() == []
             assert main() == release.id
             monkeypatch.undo()
             monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-        runner()
+        stack()
         assert said() == [], "it is pushed once"
         assert {each.name for each in hub.api.list_repo_refs("me/notes").tags} == {
             each.id for each in releases

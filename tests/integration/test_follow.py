@@ -239,7 +239,8 @@ def test_a_follower_looks_when_it_is_told_and_swaps_when_it_is_its_turn(
         hub.api.create_webhook(
             url=f"{url}/admin/follow", watched=[{"type": "model", "name": REPO}], secret="s"
         )
-        assert told("/turn", name="other") == {"wait_seconds": 0}
+        for _ in range(2):
+            assert told("/turn", name="other") == {"wait_seconds": 0}
         num_turns = wire.num_turns
         push(hub, tmp_path / "made" / second)
         wait_until(lambda: wire.num_turns >= num_turns + 2)

@@ -15,8 +15,9 @@ FORGET_SECONDS = 24 * 3600
 """A server that has not reported for so long is not listed any more."""
 MAX_LISTED = 1000
 """Of one repository, so that no token can fill the memory."""
-TURN_SECONDS = 120
-"""A turn ends with the next report of its server, and at the latest after this time."""
+TURN_SECONDS = 60
+"""A turn ends with the next report of its server. A server that swaps asks for its turn again and
+again; if it does not, its turn ends after this time."""
 WAIT_SECONDS = 1.0
 """A server that has to wait for its turn asks again after this time."""
 
@@ -50,8 +51,7 @@ async def list_followers(hub: HubOf, repository: Readable) -> list[Json]:
 
 @router.post("")
 async def report(hub: HubOf, repository: Readable, report: Told) -> Json:
-    if hub.turns.get(repository.id, ("", 0))[0] == report.name:
-        del hub.turns[repository.id]
+    hub.turns.get(repository.id, {}).pop(report.name, None)
     listed = hub.followers.setdefault(repository.id, {})
     listed.pop(report.name, None)  # so that the one that reported longest ago is the first
     listed[report.name] = (time.monotonic(), report.model_dump())
@@ -63,9 +63,9 @@ async def report(hub: HubOf, repository: Readable, report: Told) -> Json:
 @router.post("/turn")
 async def take_turn(hub: HubOf, repository: Readable, asking: Told) -> Json:
     """Answers 0 if the server may swap now, or else after how many seconds to ask again."""
-    now = time.monotonic()
-    name, ends_at = hub.turns.get(repository.id, (asking.name, now))
-    if now < ends_at:
-        return {"wait_seconds": 0 if name == asking.name else WAIT_SECONDS}
-    hub.turns[repository.id] = (asking.name, now + TURN_SECONDS)
+    now, turns = time.monotonic(), hub.turns.setdefault(repository.id, {})
+    others = [ends_at for name, ends_at in turns.items() if name != asking.name and ends_at > now]
+    if len(others) >= hub.settings.max_unavailable:
+        return {"wait_seconds": WAIT_SECONDS}
+    turns[asking.name] = now + TURN_SECONDS
     return {"wait_seconds": 0}
