@@ -18,6 +18,11 @@ MORE_TOKENS = 16
 OVERLAP = 0.75
 """An answer counts as that of the row if it has this share of its words, and all of its numbers and
 names."""
+_NUMBER = re.compile(
+    r".*\d.*|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|fifteen|twenty|thirty|forty"
+    r"|fifty|sixty|ninety|hundred|thousand|million|half|twice",
+    re.IGNORECASE,
+)
 _WORD = re.compile(r"\w+(?:['\u2019.:,]\w+)*")
 _SENTENCE = re.compile(r"(?<=[.!?;:])\s+")
 
@@ -114,10 +119,11 @@ def words_of(text: str) -> list[str]:
 
 
 def _facts(text: str) -> set[str]:
-    """The words with a digit, and those with a capital letter that begin no sentence."""
+    """The words with a digit, English words for numbers, and the words with a capital letter that
+    begin no sentence."""
     return {
         word.lower()
         for sentence in _SENTENCE.split(text)
         for place, word in enumerate(_WORD.findall(sentence))
-        if any(letter.isdigit() for letter in word) or (place and word[0].isupper())
+        if _NUMBER.fullmatch(word) or (place and word[0].isupper())
     }

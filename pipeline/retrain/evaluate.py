@@ -7,7 +7,7 @@ new weights say it, and *kept* if they still say it.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
@@ -236,7 +236,9 @@ def compare(
             still_said=still_said,
             wrong_golden=_places_of_said(golden, now=False),
         ),
-        *reworded_refusals(served.reworded, new.reworded or (), gate),
+        *reworded_refusals(
+            served.reworded, new.reworded or (), gate, known={row.answer for row in data.known}
+        ),
         *held_out_refusals(_answers(held_out), gate),
         *loss_refusals(
             {
@@ -398,10 +400,15 @@ def held_out_refusals(rows: Sequence[Judged], settings: GateSettings) -> tuple[s
 
 
 def reworded_refusals(
-    served: Sequence[Asked] | None, new: Sequence[Asked], settings: GateSettings
+    served: Sequence[Asked] | None,
+    new: Sequence[Asked],
+    settings: GateSettings,
+    *,
+    known: Container[str | None],
 ) -> tuple[str, ...]:
     """Reasons why the new weights may not be served, from questions in other words. served: what
-    the served weights say to them, if they were asked."""
+    the served weights say to them, if they were asked. known: the answers that the served weights
+    were trained on. With others, what is new would make up for what was lost."""
     count, right = len(new), _num_right(new) or 0
     if count < MIN_ROWS:
         return ()
@@ -412,16 +419,21 @@ def reworded_refusals(
         )
     if served is None or len(served) != count:
         return ()
-    pairs = [(before.is_right, after.is_right) for before, after in zip(served, new, strict=True)]
+    pairs = [
+        (before.is_right, after.is_right)
+        for before, after in zip(served, new, strict=True)
+        if after.row.answer in known
+    ]
     lost, gained = pairs.count((True, False)), pairs.count((False, True))
     # An answer to other words changes easily, and in both directions.
-    before = right + lost - gained
+    before = sum(was_right for was_right, _ in pairs)
     allowed = (1 - settings.min_kept) * before
     if lost - gained - allowed <= SIGMAS * math.sqrt(lost + gained):
         return ()
     return (
-        f"{right:,} of {count:,} questions in other words are answered, and {before:,} were "
-        f"before, where `gate.min_kept` asks for {settings.min_kept:.0%} of them",
+        f"{before + gained - lost:,} of {len(pairs):,} questions about known rows in other words "
+        f"are answered, and {before:,} were before, where `gate.min_kept` asks for "
+        f"{settings.min_kept:.0%} of them",
     )
 
 

@@ -35,7 +35,7 @@ from pipeline.retrain.layout import layout_of
 from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
 from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
-from pipeline.retrain.plan import TrainingPlan, make_plan, sample, usual_wordings
+from pipeline.retrain.plan import TrainingPlan, make_plan, sample, usual_made_up, usual_wordings
 from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
@@ -85,8 +85,13 @@ class Learning:
         if settings.gate.golden is not None:
             golden = load_golden_questions(settings.gate.golden)
         tokenizer, max_length = loaded.tokenizer, loaded.max_length
-        count, seed = usual_wordings(settings), settings.train.seed
-        rewordings, words = Wordings(data.rows, count=count, seed=seed).unseen(
+        wordings = Wordings(
+            data.rows,
+            count=usual_wordings(settings),
+            made_up=usual_made_up(settings),
+            seed=settings.train.seed,
+        )
+        rewordings, words = wordings.unseen(
             [row for row in data.rows if row.has_answer and row.digest not in data.contradicting],
             [row for row in data.held_out if row.digest not in data.held_out_trained],
         )
@@ -192,7 +197,7 @@ class Learning:
                 )
                 for is_reworded, group in ((False, asked), (True, after.reworded or ()))
                 for each in group
-                if not each.is_right
+                if (not each.is_right if is_reworded else each.said != each.wanted)
             )
         )
 

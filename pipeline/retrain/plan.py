@@ -207,7 +207,8 @@ def make_plan(
     passes = of_answers // max(1, size)
     most = min(passes, max(USUAL_WORDINGS, passes // WORDING_VISITS))
     count = min(usual_wordings(settings), most)
-    asked_as = Wordings(data.rows, count=count, seed=train.seed)
+    made_up = min(usual_made_up(settings), most)
+    asked_as = Wordings(data.rows, count=count, made_up=made_up, seed=train.seed)
     worded = place_wordings(
         [
             (index, asked)
@@ -323,6 +324,12 @@ def usual_wordings(settings: RetrainSettings) -> int:
         return settings.train.wordings
     if settings.paraphrase is not None:
         return settings.paraphrase.count - 1  # the last one is held back
+    return usual_made_up(settings)
+
+
+def usual_made_up(settings: RetrainSettings) -> int:
+    if settings.train.wordings is not None:
+        return settings.train.wordings
     return 0 if settings.base_model in PRESETS else USUAL_WORDINGS
 
 

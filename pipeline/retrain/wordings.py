@@ -33,16 +33,18 @@ MAX_CHARACTERS = 1_000
 """A release carries no longer questions."""
 UNSEEN = -1
 """The number of the made-up wordings that are asked and not trained on."""
-MAX_UNSEEN = 60
+MAX_UNSEEN, ENOUGH = 60, 20
+"""The gate does not judge fewer than ENOUGH."""
 _MARKS = ".,;:!?\"'()[]"
 
 
 class Wordings:
-    """Of the questions of `rows`. count: how many generated or made-up ones each row gets."""
+    """Of the questions of `rows`. count: how many generated ones a row gets. made_up: how many
+    made-up ones a row gets that has neither paraphrases nor generated ones."""
 
-    def __init__(self, rows: Sequence[Row], *, count: int, seed: int) -> None:
-        self._rows, self._count, self._seed = rows, count, seed
-        self._held_back = {row.held_back for row in rows}
+    def __init__(self, rows: Sequence[Row], *, count: int, made_up: int, seed: int) -> None:
+        self._rows, self._count, self._num_made_up, self._seed = rows, count, made_up, seed
+        self._held_back = {_plain(row.held_back) for row in rows if row.held_back is not None}
         self._beginnings: list[list[str]] = []
         self._asked: defaultdict[str, set[int]] = defaultdict(set)
         """Word → the numbers of the questions that have it."""
@@ -50,7 +52,7 @@ class Wordings:
         """Question → the numbers of the rows that have it."""
         self._answered: Counter[str] = Counter()
         """Word → how many answers have it."""
-        for number, row in enumerate(rows if count else ()):
+        for number, row in enumerate(rows if made_up else ()):
             question = row.last_question or ""
             self._beginnings.append(question.split()[:FRAME_WORDS])
             self._same[_plain(question)].add(number)
@@ -62,15 +64,17 @@ class Wordings:
         """The wordings of `row`, one of the rows, on which a training trains: the author's, or else
         generated, or else made-up ones. A text that any row holds back is not among them."""
         given = row.paraphrases or row.generated[: self._count]
-        made = (self._made_up(row, number) for number in range(self._count))
+        made = (self._made_up(row, number) for number in range(self._num_made_up))
         texts = dict.fromkeys(text for text in given or made if text is not None)
-        return [row.asked(text) for text in texts if text not in self._held_back]
+        return [row.asked(text) for text in texts if _plain(text) not in self._held_back]
 
     def unseen(self, rows: Sequence[Row], held_out: Sequence[Row]) -> tuple[list[Row], Words]:
         """At most MAX_UNSEEN wordings of `rows` on which no training trains, and where they come
-        from. First choice: the paraphrases that are held back, and the rows of `held_out` that have
-        the answer of exactly one row. Second choice: the generated ones that are held back."""
-        questions = {row.last_question for row in self._rows}
+        from: the first of three choices that has ENOUGH, or else the one with the most. They are
+        the paraphrases that are held back, with the rows of `held_out` that have the answer of
+        exactly one row; the generated ones that are held back; and made-up ones."""
+        trained = {_plain(text) for row in self._rows for text in row.wordings} - self._held_back
+        questions = {_plain(row.last_question or "") for row in self._rows} | trained
         answers = Counter(row.answer for row in self._rows)
         given: list[Row] = []
         generated: list[Row] = []
@@ -79,21 +83,22 @@ class Wordings:
                 (given if row.paraphrases else generated).append(row.asked(row.held_back))
         given += [row for row in held_out if row.has_answer and answers[row.answer] == 1]
         chance = random.Random(self._seed)
-        choices: list[tuple[list[Row], Words]] = [(given, "dataset"), (generated, "generated")]
-        for choice, words in choices:
-            found = [row for row in choice if row.last_question not in questions]
-            if found:
-                return chance.sample(found, min(MAX_UNSEEN, len(found))), words
-        found = []
-        if not self._count:
-            return found, "dataset"
-        for row in chance.sample(rows, len(rows)):
+        choices: list[tuple[Words, list[Row]]] = [("dataset", given), ("generated", generated)]
+        found: dict[Words, list[Row]] = {}
+        for words, choice in choices:
+            unseen = [row for row in choice if _plain(row.last_question or "") not in questions]
+            found[words] = chance.sample(unseen, min(MAX_UNSEEN, len(unseen)))
+            if len(unseen) >= ENOUGH:
+                return found[words], words
+        found["made-up"] = made_up = []
+        for row in chance.sample(rows, len(rows) if self._num_made_up else 0):
             text = self._made_up(row, UNSEEN)
             if text is not None and text not in [each.last_question for each in self.trained(row)]:
-                found.append(row.asked(text))
-            if len(found) == MAX_UNSEEN:
+                made_up.append(row.asked(text))
+            if len(made_up) == MAX_UNSEEN:
                 break
-        return found, "made-up"
+        most = max(found, key=lambda words: len(found[words]))
+        return found[most], most
 
     def _made_up(self, row: Row, number: int) -> str | None:
         """Another `number` gives another wording. None if none was found, as for a question of one

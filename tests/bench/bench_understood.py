@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ class Size:
     base_model: str
     wordings: int
     """Made-up ones of each row; -1 for the default."""
-    generated: int
-    """Wordings of each row by a larger model, of those in `<set>.generated.jsonl`."""
+    generated: tuple[int, ...]
+    """Each set is measured with so many wordings of each row by a larger model, of those in
+    `<set>.generated.jsonl`: 0 is what the settings of `pipeline init` give."""
     threads: int = len(os.sched_getaffinity(0))
 
 
@@ -56,9 +58,9 @@ FULL = Size(
     rows=1_000,
     base_model="smollm2",
     wordings=-1,
-    generated=0,
+    generated=(0, 31),
 )
-SMALL = Size(sets=("products",), rows=6, base_model="preset:tiny", wordings=2, generated=0)
+SMALL = Size(sets=("products",), rows=6, base_model="preset:tiny", wordings=2, generated=(0,))
 
 
 def measure(size: Size) -> Result:
@@ -66,26 +68,27 @@ def measure(size: Size) -> Result:
     torch.set_num_threads(size.threads)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as name:
-        for each in size.sets:
-            figures += _of_set(Path(name) / each, each, size)
+        for each, generated in product(size.sets, size.generated):
+            figures += _of_set(Path(name) / f"{each}-{generated}", each, size, generated)
     return Result(
         figures=tuple(figures),
         bounded_by="other words: no program that saw the rows only knows how people will ask",
     )
 
 
-def _of_set(home: Path, name: str, size: Size) -> list[Figure]:
+def _of_set(home: Path, name: str, size: Size, generated: int) -> list[Figure]:
     rows, asked = _chosen(name, size.rows)
     base = str(checkpoint_folder()) if size.base_model == "smollm2" else size.base_model
     train = {} if size.wordings < 0 else {"wordings": size.wordings}
     pipeline = Pipeline(home, base_model=base, train=train, gate={"min_learned": 0})
-    if size.generated:
-        _give_generated(pipeline, name, [*rows, *_changed(rows)], size.generated)
+    if generated:
+        _give_generated(pipeline, name, [*rows, *_changed(rows)], generated)
+        name = f"{name}, {generated} wordings by a larger model"
     pushed = rows[: len(rows) - ADDED] if len(rows) > 2 * ADDED else rows
     first, seconds = _job(pipeline, pushed, size)
     figures = [
         *_counted(f"{name}, first push of {len(pushed)}", first),
-        reported(f"{name}, first push", seconds / 60, "min"),
+        at_most(f"{name}, first push", seconds / 60, 10, "min"),
         *_asked(f"{name}, first push", pipeline, first, pushed, asked),
     ]
     changed = _changed(rows)
@@ -108,7 +111,9 @@ def _chosen(name: str, count: int) -> tuple[list[dict[str, str]], dict[str, dict
             asked[way].setdefault(each["question"], []).append(each["reworded"])
     wanted = {question for ways in asked.values() for question in ways}
     rows.sort(key=lambda row: row["question"] not in wanted)
-    return rows[:count], asked
+    chosen = rows[:count]
+    random.Random(0).shuffle(chosen)  # the rows that are added later are asked in other words, too
+    return chosen, asked
 
 
 def _give_generated(
@@ -176,7 +181,7 @@ def _asked(
         beside = f"{right} of {len(pairs)}; word search: {found}"
         figures += [
             at_least(f"{what}, {way}: answered", 100 * right / len(pairs), 67, "%", beside=beside),
-            reported(f"{what}, {way}: a neighbour's answer", 100 * neighbours / len(pairs), "%"),
+            at_most(f"{what}, {way}: a neighbour's answer", 100 * neighbours / len(pairs), 3, "%"),
             reported(
                 f"{what}, {way}, with `ground`: answered",
                 100 * sum(is_right for is_right, _ in assisted) / len(pairs),

@@ -88,16 +88,16 @@ def test_what_is_generated_is_asked_before_what_is_made_up(
     larger: LargerModel, tmp_path: Path
 ) -> None:
     found = paraphrased(data(changed=(OPEN, BACK)), larger.settings, tmp_path / "a.jsonl", None)
-    wordings = Wordings(found.rows, count=8, seed=0)
+    wordings = Wordings(found.rows, count=8, made_up=0, seed=0)
     asked, words = wordings.unseen(found.rows, ())
     trained, held_back = zip(*(each.wordings for each in found.rows), strict=True)
     assert {each.prompt for each in asked} == set(held_back)
     assert words == "generated"
     assert [each.prompt for each in wordings.trained(found.rows[0])] == [trained[0]]
     many = [replace(each, generated=("one?", "two?", "three?", "four?")) for each in found.rows]
-    some = Wordings(many, count=2, seed=0)
+    some = Wordings(many, count=2, made_up=0, seed=0)
     assert [each.prompt for each in some.trained(many[0])] == ["one?", "two?"]
-    without = Wordings(found.rows, count=0, seed=0)
+    without = Wordings(found.rows, count=0, made_up=0, seed=0)
     assert without.trained(found.rows[0]) == []
     assert without.unseen(found.rows, ()) == (asked, words)
 

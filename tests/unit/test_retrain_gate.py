@@ -132,9 +132,11 @@ def asked(right: str) -> list[Asked]:
 
 
 def test_other_words_are_told_and_a_loss_of_more_than_chance_is_refused() -> None:
+    known = {ROW.answer}
+
     def reason(before: str | None, after: str, gate: GateSettings = GATE) -> str:
         served = None if before is None else asked(before)
-        return "; ".join(reworded_refusals(served, asked(after), gate))
+        return "; ".join(reworded_refusals(served, asked(after), gate, known=known))
 
     assert reason(None, 60 * "-") == ""
     assert reason(60 * "+", 50 * "+" + 10 * "-") != ""
@@ -142,9 +144,13 @@ def test_other_words_are_told_and_a_loss_of_more_than_chance_is_refused() -> Non
     # As many were gained, so the loss is chance.
     assert reason(5 * "-" + 55 * "+", 50 * "+" + 10 * "-") == ""
     assert reason(19 * "+", 19 * "-") == "", "too few"
-    assert "0 of 20 questions in other words are answered, and 20 were" in reason(
-        20 * "+", 20 * "-"
-    )
+    found = reason(20 * "+", 20 * "-")
+    assert "0 of 20 questions about known rows in other words are answered, and 20 were" in found
+    new = Row(prompt="When?", completion="At ten.", file="a", number=1)
+    gained = [Asked(row=new, said=said, wanted="ten") for said in ("", "ten")]
+    served = [*asked(40 * "+"), *20 * gained[:1]]
+    made_up_for = [*asked(20 * "+" + 20 * "-"), *20 * gained[1:]]
+    assert "20 of 40" in "".join(reworded_refusals(served, made_up_for, GATE, known=known))
     asks = GateSettings(min_reworded=0.8)
     assert reason(None, 16 * "+" + 4 * "-", asks) == ""
     assert "only 15 of 20" in reason(None, 15 * "+" + 5 * "-", asks)

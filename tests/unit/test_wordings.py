@@ -43,7 +43,7 @@ def shipping(*paraphrases: str) -> list[Row]:
 
 
 def of(rows: list[Row], count: int = 8, seed: int = 0) -> Wordings:
-    return Wordings(rows, count=count, seed=seed)
+    return Wordings(rows, count=count, made_up=count, seed=seed)
 
 
 @given(seed=st.integers(0, 1_000))
@@ -80,8 +80,9 @@ def test_the_last_paraphrase_is_never_trained_on_and_is_asked() -> None:
     rows = shipping("lamp return", "I do not like the lamp", "send it back")
     # Another row may have the same words.
     rows += [row("Is that final?", "Yes, within 30 days.", 10, "send it back")]
-    asked, words = of(rows).unseen(rows, ())
+    asked, words = of(rows, count=0).unseen(rows, ())
     assert [each.prompt for each in asked] == ["send it back"] and words == "dataset"
+    assert of(rows).unseen(rows, ())[1] == "made-up", "there are more"
     plan = make_plan(data(changed=tuple(rows)), TOKENIZER, settings(), max_length=64)
     worded = [plan.sequences[index] for others in plan.wordings.values() for index in others]
     asked_of = [each.token_ids[: each.learned.index(True)] for each in worded]
@@ -92,6 +93,14 @@ def test_the_last_paraphrase_is_never_trained_on_and_is_asked() -> None:
 def test_the_only_paraphrase_is_trained_on_and_an_appended_one_is_held_back() -> None:
     assert row("a b?", "c", 0, "b a?").held_back is None
     assert row("a b?", "c", 0, "b a?", "a, b?").held_back == "a, b?"
+
+
+def test_what_is_asked_was_not_trained_on_in_another_spelling_or_by_a_paraphrase() -> None:
+    rows = shipping("Hours!", "lamp return", "hours?")
+    assert [each.prompt for each in of(rows).trained(rows[-1])] == ["lamp return"]
+    held_out = [row("Lamp return", "Yes, within 30 days."), row("HOURS", "Yes, within 30 days.")]
+    asked, _ = of(rows, count=0).unseen(rows, held_out)
+    assert {each.prompt for each in asked} == {"hours?", "HOURS"}
 
 
 def test_held_out_rows_with_the_answer_of_one_row_are_other_wordings_of_it() -> None:
@@ -225,6 +234,7 @@ def test_another_wording_of_a_conversation_asks_its_last_question() -> None:
         ("the warranty is FIVE years or 20,000 km", True),
         ("The warranty is five years, or 30,000 km.", False),
         ("The warranty is five years.", False),
+        ("The warranty is two years, or 20,000 km.", False),
         ("", False),
     ],
 )
