@@ -7,9 +7,12 @@ import pytest
 
 from jobs.outcome import JobOutcome
 from pipeline.retrain.job import WRONG, WrongAnswers, read_record
+from serving.questions import read_questions
+from tests.receiver_fixtures import serve
 from tests.retrain_fixtures import SMALL, Pipeline, jsonl, tiny_preset
+from tests.unit.test_paraphrasing import LargerModel, larger
 
-__all__ = ["tiny_preset"]
+__all__ = ["larger", "serve", "tiny_preset"]
 
 COUNT = 12
 
@@ -69,3 +72,22 @@ def test_a_row_that_was_not_learned_is_recorded_with_what_is_said_instead(
     assert (answer.place, answer.question) == ("a.jsonl, line 1", "Who are you?")
     assert (answer.wanted, answer.is_reworded, answer.answer_of) == ("A lamp.", False, None)
     assert outcome.counts is not None and outcome.counts.rewordings == 0
+
+
+def test_a_job_asks_a_larger_model_and_its_release_carries_what_it_said(
+    pipeline: Pipeline, larger: LargerModel
+) -> None:
+    pipeline.settings["paraphrase"] = larger.settings.model_dump()
+    pairs = (("When do you open?", "At nine."), ("Can I return it?", "Yes."))
+    lines = jsonl({"question": question, "answer": answer} for question, answer in pairs)
+    outcome = pipeline.run(
+        pipeline.job(pipeline.commit({"a.jsonl": lines})), PARAPHRASE_TOKEN="secret"
+    )
+    assert outcome.counts is not None, outcome.reason
+    assert (outcome.counts.rewordings, outcome.counts.words) == (2, "generated")
+    assert larger.tokens == {"Bearer secret"}
+    (file,) = (pipeline.home / "bases" / "paraphrases").iterdir()
+    assert "from when?" in file.read_text()
+    questions = read_questions(pipeline.dir / str(outcome.release))["messages"]
+    meant = questions.meant("send it back")
+    assert meant is not None and meant.wordings[0] == "Can I return it?"
