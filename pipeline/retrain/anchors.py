@@ -114,7 +114,7 @@ def base_answers(
         with atomic_file(path) as file:
             torch.save(made, file)
     targets = [
-        AnchorTarget(TokenSequence(token_ids, learned, number), likeliest, logprobs)
+        AnchorTarget(TokenSequence(token_ids, learned, number, is_noisy=False), likeliest, logprobs)
         for number, (token_ids, learned, likeliest, logprobs) in enumerate(
             torch.load(path, weights_only=True)
         )

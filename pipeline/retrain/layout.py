@@ -67,6 +67,8 @@ class Batch:
     token_ids: Tensor
     labels: Tensor
     """At each position, the next token if the model learns to predict it, and otherwise -1."""
+    noisy: Tensor
+    """At each position, whether training may add noise to the embedding of the token."""
     order: Sequence[int]
     """The numbers of the sequences, in the order in which they stand in the rows."""
     position_ids: Tensor | None
@@ -153,7 +155,7 @@ def prefixed(blocks: Blocks, rounded_to: int = 1) -> Batch | None:
     rows = pack(lengths, max([*lengths, math.ceil(FILLING * sum(lengths) / num_rows)]))
     if len(rows) == len(sequences):
         return None
-    shared = _part(sequences[0], slice(prefix))
+    shared = replace(_part(sequences[0], slice(prefix)), is_noisy=False)
     ends = [_part(each, slice(prefix, None)) for each in sequences]
     made = _batch(
         [[shared, *(ends[index] for index in row)] for row in rows], list(chain(*rows)), rounded_to
@@ -182,6 +184,7 @@ def _batch(blocks: Blocks, order: Sequence[int], rounded_to: int) -> Batch:
     token_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     position_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     labels = torch.full((len(blocks), width), -1, dtype=torch.long)
+    noisy = torch.zeros(len(blocks), width, dtype=torch.bool)
     for number, block in enumerate(blocks):
         start = 0
         for sequence in block:
@@ -191,10 +194,11 @@ def _batch(blocks: Blocks, order: Sequence[int], rounded_to: int) -> Batch:
             position_ids[number, start : start + length] = torch.arange(length)
             predicted = torch.where(torch.tensor(sequence.learned[1:]), ids[1:], -1)
             labels[number, start : start + length - 1] = predicted
+            noisy[number, start : start + length] = sequence.is_noisy
             start += length
         # The padding is like one more sequence: it has no labels, and no other sequence sees it.
         position_ids[number, start:] = torch.arange(width - start)
-    return Batch(token_ids, labels, order, position_ids)
+    return Batch(token_ids, labels, noisy, order, position_ids)
 
 
 def layout_of(model: PreTrainedModel) -> Layout:

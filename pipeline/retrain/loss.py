@@ -162,6 +162,7 @@ def predict(model: PreTrainedModel, blocks: Blocks) -> tuple[Tensor, Tensor]:
     sequences = list(chain(*blocks))
     found: dict[int, Tensor] = {}
     for group in arranged(model, blocks, rounded_to):
+        model.get_input_embeddings().noisy = group.noisy.to(model.device)
         hidden = last_hidden_states(model, group.token_ids, group.position_ids, group.mask)
         lengths = [sequences[index].num_learned for index in group.order]
         parts = torch.split(hidden[(group.labels >= 0).to(model.device)], lengths)

@@ -31,7 +31,8 @@ rank."""
 
 NOISE = 0.35
 """To each number of an embedding, a training step adds a random one of at most this many standard
-deviations of the embeddings."""
+deviations of the embeddings. But not to those of anchors: with noise, the base model itself would
+give other answers than its own, and the model would learn to remove the noise."""
 
 
 class LowRank(nn.Module):
@@ -95,4 +96,7 @@ def low_rank(model: PreTrainedModel, rank: int, seed: int) -> Iterator[None]:
 def _add_noise(embeddings: nn.Module, _: object, output: Tensor) -> Tensor:
     if not embeddings.training:
         return output
-    return output + NOISE * output.std() * torch.empty_like(output).uniform_(-1, 1)
+    noisy = embeddings.noisy
+    assert isinstance(noisy, Tensor)
+    noise = NOISE * output.std() * torch.empty_like(output).uniform_(-1, 1)
+    return output + noise * noisy[..., None]

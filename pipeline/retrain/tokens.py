@@ -55,6 +55,8 @@ class TokenSequence:
     because nothing precedes it."""
     row: int
     """The index of the row that the tokens come from."""
+    is_noisy: bool = True
+    """Whether training may add noise to the embeddings of the tokens."""
 
     @property
     def num_learned(self) -> int:

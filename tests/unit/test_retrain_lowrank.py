@@ -1,5 +1,6 @@
 """Low-rank training: two small factors beside a frozen layer, and a whole model afterwards."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.job import MetricsWriter
+from pipeline.retrain.loss import predict
 from pipeline.retrain.lowrank import LowRank, low_rank
 from pipeline.retrain.settings import TrainSettings
+from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.train import train
 from tests.training_fixtures import make_model, one_thread, plan_of, rows
 
@@ -48,14 +51,25 @@ def test_merged_weights_compute_what_the_factors_did() -> None:
     assert changed == {f"{name}.weight" for name in NAMES}
 
 
-def test_only_training_steps_have_noise() -> None:
+def test_only_the_rows_of_training_steps_have_noise() -> None:
     model = make_model()
-    alone = logits(model)
+    row = TokenSequence((1, 2, 3, 4, 5), (False, *4 * (True,)), 0)
+    anchor = replace(row, token_ids=(1, 2, 6, 7), learned=row.learned[:4], is_noisy=False)
+
+    def hidden() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            found, _ = predict(model, [[row, anchor]])
+        return found[:4], found[4:]
+
+    alone = hidden()
     with low_rank(model, 4, seed=0):
-        assert torch.equal(logits(model), alone)
+        assert torch.equal(hidden()[0], alone[0])
         model.train()
-        assert not torch.equal(logits(model), logits(model))
-    assert torch.equal(logits(model.eval()), alone)
+        of_row, of_anchor = hidden()
+        assert not torch.allclose(of_row, alone[0], atol=1e-3)
+        torch.testing.assert_close(of_anchor, alone[1])
+    model.eval()
+    assert torch.equal(hidden()[0], alone[0])
 
 
 def test_a_tied_output_layer_stays_tied_and_as_it_was() -> None:
