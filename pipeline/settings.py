@@ -236,6 +236,9 @@ class Settings(BaseSettings):
         for pipeline in self.pipelines:
             if fault := self.misfit(pipeline.launcher, pipeline.resources):
                 raise ValueError(f"pipeline {pipeline.name!r}: {fault}")
+        in_image = Resources() if self.hub.jobs_launcher == LOCAL else Resources(image="any")
+        if fault := self.misfit(self.hub.jobs_launcher, in_image):
+            raise ValueError(f"hub.jobs_launcher: {fault}")
         return self
 
     def misfit(self, launcher: str, resources: Resources) -> str | None:

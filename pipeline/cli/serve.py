@@ -135,12 +135,14 @@ def _follower(repo: str, endpoint: str, serving: ServingSettings, tokens: Tokens
     from serving.follow import Follower
     from serving.weights.fetch import Source
 
+    is_any = serving.host in ("0.0.0.0", "::")
+    host = socket.gethostname() if is_any else serving.host
     return Follower(
         source=Source(endpoint=endpoint.rstrip("/"), repo=repo, token=os.environ.get("HF_TOKEN")),
         seconds=serving.follow_seconds,
         secret=os.environ.get("WEBHOOK_SECRET") or tokens.webhook,
         name=f"{socket.gethostname()}:{serving.port}",
-        url=f"http://{serving.host}:{serving.port}",
+        url=f"http://{host}:{serving.port}",
     )
 
 

@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jobs.spec import LOCAL
+
 GIB = 1024**3
 
 
@@ -41,6 +43,9 @@ class HubSettings(BaseModel):
     reconcile_seconds: float = Field(default=60, gt=0)
     """The seconds between two comparisons of the refs with the stored events. The hub also compares
     them when it starts and after every push."""
+    jobs_launcher: str = LOCAL
+    """Where the jobs of clients such as `hf jobs run` run: `local` for this machine, which ignores
+    their image, or NAME for the engine of [launchers.NAME], in their image."""
     max_unavailable: int = Field(default=1, ge=1)
     """How many of the servers that follow one pipeline may swap at the same time."""
     max_push_bytes: int = Field(default=4 * GIB, gt=0)

@@ -129,6 +129,12 @@ def test_a_log_that_grows_all_the_time_ends_for_a_client_that_does_not_follow(
     assert hub.api.wait_for_job(job.id, poll_interval=0.1).status.stage == "CANCELED"
 
 
+def test_with_a_launcher_a_job_runs_in_its_image(tmp_path: Path, store: JobStore) -> None:
+    with running_hub(tmp_path / "hub", jobs_store=store, jobs_launcher="podman") as hub:
+        spec = store.get(hub.api.run_job(image=IMAGE, command=["true"]).id).spec
+    assert (spec.launcher, spec.resources.image) == ("podman", IMAGE)
+
+
 def test_a_hub_that_stops_ends_the_stream_of_a_log(tmp_path: Path, store: JobStore) -> None:
     store.submit(JobSpec(command=("true",)))
     with httpx.Client() as client:

@@ -306,6 +306,7 @@ def test_a_launcher_is_a_preset_and_what_the_file_changes(file: Path) -> None:
         ('launcher = "slurm"', "", "launcher 'local': it takes no [pipelines.resources] and"),
         ("gpus = 1", 'image = "x"', "'submit' passes no image on; remove it".replace("'", "`")),
         ("options", 'preset = "ray"\noptions', ""),
+        ("[[", '[hub]\njobs_launcher = "slurm"\n[[', "hub.jobs_launcher: launcher 'slurm': its"),
         ("options", 'preset = "kubernetes"\noptions', "it needs image; set it under [pipelines"),
         ("gpus = 1", 'memory = "16g"', "a whole number and K, M, G or T, such as 16G, got '16g'"),
         ("options", "option", "unknown key 'option' in [launchers.slurm]; did you mean 'options'"),

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from jobs.errors import JobNotFound, SealBroken
 from jobs.folder import read_log, tail_offset
 from jobs.job import Job, JobState, seal, unseal
-from jobs.spec import JobSpec
+from jobs.spec import LOCAL, JobSpec, Resources
 from pipeline.hub.database import scheduled_jobs as table
 from pipeline.hub.errors import BadRequest, NotFound, NotSupported
 from pipeline.hub.events import owner_id
@@ -41,9 +41,10 @@ _LINE_CHARACTERS = 1 << 20
 """A longer line is sent in parts, because the hub keeps a line in memory until its end."""
 _ASKED = ("dockerImage", "spaceId", "flavor")
 """The fields that the hub keeps in the settings of a job's spec, and does not interpret."""
-_IGNORED = client_warning(
+_IGNORED_HERE = client_warning(
     "jobs", ["the image and the flavor are ignored: the command runs on the machine of this stack"]
 )
+_IGNORED_ELSEWHERE = client_warning("jobs", ["the flavor is ignored"])
 
 
 class RunRequest(BaseModel):
@@ -61,7 +62,7 @@ class RunRequest(BaseModel):
     spaceId: str | None = None
     flavor: str | None = None
 
-    def spec(self, key: bytes) -> JobSpec:
+    def spec(self, key: bytes, launcher: str) -> JobSpec:
         """Raises BadRequest if there is no command, and NotSupported."""
         if self.model_extra:
             raise NotSupported(
@@ -78,6 +79,8 @@ class RunRequest(BaseModel):
             labels=self.labels,
             timeout_seconds=self.timeoutSeconds,
             settings={name: value for name in _ASKED if (value := getattr(self, name))},
+            launcher=launcher,
+            resources=Resources(image=None if launcher == LOCAL else self.dockerImage),
         )
 
 
@@ -93,6 +96,10 @@ router = APIRouter(prefix="/api", dependencies=[Depends(person)])
 _OWN = [Depends(hubs_own)]
 
 
+def _ignored(hub: Hub) -> dict[str, str]:
+    return _IGNORED_HERE if hub.settings.jobs_launcher == LOCAL else _IGNORED_ELSEWHERE
+
+
 def _found(hub: HubOf, id: str) -> Job:
     return hub.jobs_store.get(id)
 
@@ -102,8 +109,8 @@ Found = Annotated[Job, Depends(_found)]
 
 @router.post("/jobs/{owner}", dependencies=_OWN)
 def run(hub: HubOf, body: Annotated[RunRequest, json_body(RunRequest)]) -> JSONResponse:
-    job = hub.jobs_store.submit(body.spec(hub.secret_key), by_hand=True)
-    return JSONResponse(_described(hub, job), headers=_IGNORED)
+    job = hub.jobs_store.submit(body.spec(hub.secret_key, hub.settings.jobs_launcher), by_hand=True)
+    return JSONResponse(_described(hub, job), headers=_ignored(hub))
 
 
 @router.get("/jobs/{owner}")
@@ -194,7 +201,9 @@ def schedule(hub: HubOf, body: Annotated[ScheduleRequest, json_body(ScheduleRequ
     now = time.time()
     values = {
         "id": token_hex(12),
-        "spec": body.jobSpec.spec(hub.secret_key).model_dump(mode="json"),
+        "spec": body.jobSpec.spec(hub.secret_key, hub.settings.jobs_launcher).model_dump(
+            mode="json"
+        ),
         "schedule": body.schedule,
         "concurrency": False,
         "created_at": now,
@@ -202,7 +211,7 @@ def schedule(hub: HubOf, body: Annotated[ScheduleRequest, json_body(ScheduleRequ
     }
     with hub.database.write() as connection:
         made = connection.execute(insert(table).values(values).returning(table)).one()
-    return JSONResponse(_described_schedule(hub, made), headers=_IGNORED)
+    return JSONResponse(_described_schedule(hub, made), headers=_ignored(hub))
 
 
 @router.get(SCHEDULED)
