@@ -46,9 +46,6 @@ class JobOutcome(BaseModel):
     parent_release: str | None = None
     """The id of the release whose weights the training started from. None if the training started
     from the base model, or did not start."""
-    served_release: str | None = None
-    """The id of the release that the server served when the job ended. None if the job does not
-    know this release."""
     may_pass: bool = False
     """Whether the failure has a temporary cause, such as a full disk. The job then gets another
     attempt, unless this was its last attempt or a newer push job is pending."""

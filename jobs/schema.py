@@ -117,7 +117,7 @@ PAUSES = Table(
 )
 """The paused pipelines: no push job of these pipelines is started."""
 
-SCHEMA_REVISION = "jobs5"
+SCHEMA_REVISION = "jobs6"
 """The schema that this module declares."""
 
 

@@ -35,7 +35,7 @@ from pipeline.retrain.sources import (
 )
 from serving.weights.atomic_file import write_atomically
 from serving.weights.release import Lineage
-from serving.weights.release_store import load_release, read_served, release_number, served_or_empty
+from serving.weights.release_store import load_release, read_served, release_number
 from serving.weights.verify import verify_release
 
 logger = logging.getLogger(__name__)
@@ -289,17 +289,8 @@ class RetrainJob:
             exit_code=1 if result == "failed" else 0,
             delivery_ids=self.revisions.delivery_ids if self.revisions is not None else (),
             job_id=self.id,
-            served_release=self._served(),
             **self.progress,
         )
-
-    def _served(self) -> str | None:
-        """The id of the served release, for the outcome. None if it cannot be read, because the
-        outcome must be written in any case."""
-        try:
-            return served_or_empty(self.pipeline_dir).release
-        except OSError:
-            return None
 
 
 @dataclass(frozen=True, kw_only=True)

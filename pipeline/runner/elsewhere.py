@@ -109,15 +109,8 @@ def _promoted(
     except (ServingError, OSError):
         logger.exception("not every old release of %s could be removed", pipeline.name)
     reasons = "; ".join(filter(None, (reason, outcome.reason)))
-    served = folder.name if result == "promoted" else outcome.served_release
-    return outcome.model_copy(
-        update={
-            "result": result,
-            "release": folder.name,
-            "served_release": served,
-            "reason": reasons or None,
-        }
-    )
+    ending = {"result": result, "release": folder.name, "reason": reasons or None}
+    return outcome.model_copy(update=ending)
 
 
 def _failed(outcome: JobOutcome, reason: str, *, may_pass: bool) -> JobOutcome:
