@@ -296,13 +296,7 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
     with release_lock(pipeline_dir):
         sweep_locked(pipeline_dir)
         ids = release_ids(pipeline_dir)
-        served = read_served(pipeline_dir)
-        kept = {
-            *ids[max(0, len(ids) - keep) :],
-            *pinned_releases(pipeline_dir),
-            served.release,
-            served.pending,
-        }
+        kept = {*ids[max(0, len(ids) - keep) :], *marks(pipeline_dir)}
         removed = [release_id for release_id in ids if release_id not in kept]
         for release_id in removed:
             _remove_locked(pipeline_dir, release_id)
@@ -322,16 +316,14 @@ def check_removable(pipeline_dir: Path, release_id: str) -> None:
     raise ReleaseError if `served.json` or `pinned` is damaged."""
     if release_id not in release_ids(pipeline_dir):
         raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
-    served = read_served(pipeline_dir)
-    reasons = []
-    if release_id == served.release:
-        reasons.append("served; serve another release first: pipeline releases rollback")
-    if release_id == served.pending:
-        reasons.append("pending: the next server that starts will serve it")
-    if release_id in pinned_releases(pipeline_dir):
-        reasons.append(f"pinned; unpin it first: pipeline releases unpin {release_id}")
-    if reasons:
-        raise ReleaseError(*(f"{release_id} is not removed, because it is {r}" for r in reasons))
+    reasons = {
+        "served": "served; serve another release first: pipeline releases rollback",
+        "pending": "pending: the next server that starts will serve it",
+        "pinned": f"pinned; unpin it first: pipeline releases unpin {release_id}",
+    }
+    if found := marks(pipeline_dir)[release_id]:
+        because = f"{release_id} is not removed, because it is"
+        raise ReleaseError(*(f"{because} {reasons[mark]}" for mark in found))
 
 
 def pinned_releases(pipeline_dir: Path) -> list[str]:
