@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.terminal import project_home
-from pipeline.console.page import sealed
 from pipeline.errors import PipelineError
+from pipeline.hub.service import grant
 from pipeline.stack.record import running_settings
 from pipeline.stack.services import health
 from pipeline.tokens import load_tokens
@@ -39,7 +39,7 @@ def open_(
     if health(url) is None:
         raise PipelineError(f"no hub answers at {url}; start the stack: pipeline up --detach")
     tokens = load_tokens(home.tokens_file)
-    link = f"{url}/login?once={sealed(tokens.key.encode(), 'link', tokens.hub, _account())}"
+    link = f"{url}/login?once={grant(tokens.key.encode(), 'link', tokens.hub, _account())}"
     print(link)
     if not print_only:
         webbrowser.open(link)

@@ -10,15 +10,13 @@ import hmac
 import time
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from mimetypes import guess_type
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import parse_qsl, quote
 
-from cryptography.fernet import Fernet, InvalidToken
 from fastapi import APIRouter, Depends
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -34,7 +32,7 @@ from pipeline.doctor.facts import counts_text, subject
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
 from pipeline.hub.http_json import iso_time, read_body, reasons
-from pipeline.hub.service import Hub, HubOf, Identity, check_site
+from pipeline.hub.service import Hub, HubOf, Identity, check_site, grant, granted
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from receiver.errors import ReceiverError
@@ -125,7 +123,9 @@ async def editor(visitor: Viewer, form: Form) -> Visitor:
 Editor = Annotated[Visitor, Depends(editor)]
 
 
-# Secrets that a browser holds. The kind keeps a link from being used as a session.
+# Secrets that a browser holds. `grant` makes them of a kind, a token and the name of a person. A
+# cookie has the kind `session`. The end of a link to `/login?once=`, which works once, has the kind
+# `link`, so that nobody can use it as a session.
 
 
 def cookie_name(hub: Hub) -> str:
@@ -133,22 +133,12 @@ def cookie_name(hub: Hub) -> str:
     return f"console_{hub.settings.port}"
 
 
-def sealed(key: bytes, kind: Literal["session", "link"], token: str, name: str) -> str:
-    """A text that signs in with the token, as the person of this name: the cookie of a session, or
-    the end of a link to `/login?once=`, which works once, for LINK_SECONDS."""
-    return Fernet(key).encrypt(f"{kind} {token} {name}".encode()).decode()
-
-
 def opened(hub: Hub, text: str, kind: str, seconds: int) -> tuple[str, str]:
     """The token and the name in the text. Both are empty if the text is older than `seconds`, or is
     not of this kind: the hub knows no empty token."""
-    with suppress(InvalidToken):
-        content = Fernet(hub.secret_key).decrypt(text.encode(), ttl=seconds)
-        found, _, said = content.decode(errors="replace").partition(" ")
-        if found == kind:
-            token, _, name = said.partition(" ")
-            return token, name
-    return "", ""
+    found, _, said = granted(hub.secret_key, text, seconds).partition(" ")
+    token, _, name = said.partition(" ")
+    return (token, name) if found == kind else ("", "")
 
 
 # What a page shows
@@ -251,7 +241,7 @@ async def logout(hub: HubOf, _: Form) -> Response:
 def _signed_in(hub: Hub, token: str, name: str, back: str) -> Response:
     # A path with two slashes would be the address of another site.
     answer = go(back if back.startswith("/") and not back.startswith("//") else "/")
-    text = sealed(hub.secret_key, "session", token, name)
+    text = grant(hub.secret_key, "session", token, name)
     secure = hub.settings.url.startswith("https:")
     answer.set_cookie(
         cookie_name(hub), text, SESSION_SECONDS, secure=secure, httponly=True, samesite="strict"

@@ -24,6 +24,7 @@ from tempfile import TemporaryFile
 from typing import IO, Annotated, Literal
 from urllib.parse import unquote
 
+from cryptography.fernet import Fernet, InvalidToken
 from fastapi import Depends
 from filelock import FileLock, Timeout
 from sqlalchemy import select
@@ -270,6 +271,20 @@ for _name, _regex in {
 
 API = "/api/{repository:typed_repository}"
 FILES = "/{repository:repository}"
+
+
+def grant(key: bytes, *facts: str) -> str:
+    """A text that a client sends instead of a token. It allows what the facts say, such as a
+    method, a path and a size. Only the hub can make and read it."""
+    return Fernet(key).encrypt(" ".join(facts).encode()).decode()
+
+
+def granted(key: bytes, text: str, seconds: int) -> str:
+    """The facts of a text that `grant` made, with a space between two of them. Empty if it is older
+    than `seconds`, or if the hub did not make it."""
+    with contextlib.suppress(InvalidToken):
+        return Fernet(key).decrypt(text.encode(), ttl=seconds).decode()
+    return ""
 
 
 def digest(token: bytes) -> str:

@@ -15,7 +15,8 @@ from cryptography.fernet import Fernet
 from huggingface_hub.utils import _xet
 
 from pipeline.hub import xet
-from pipeline.hub.routes.large_files import GRANT_SECONDS, grant
+from pipeline.hub.routes.large_files import GRANT_SECONDS
+from pipeline.hub.service import grant
 from pipeline.hub.xet import list_chunks
 from tests.hub_fixtures import RunningHub, running_hub
 from tests.uploads_fixtures import files_of, name, upload_large_files

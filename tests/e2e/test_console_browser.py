@@ -22,7 +22,7 @@ from jobs.folder import LOG, METRICS, prepare_job_folder
 from jobs.job import outcome_of
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.console.page import sealed
+from pipeline.hub.service import grant
 from pipeline.stack.services import health
 from pipeline.tokens import read_tokens
 from tests.console_fixtures import Stack, stack
@@ -186,7 +186,7 @@ def test_a_wrong_answer_is_corrected_and_the_model_learns_it(tmp_path: Path) -> 
 
 
 def _link(stack: Stack) -> str:
-    return f"{stack.hub.url}/login?once={sealed(SECRET_KEY, 'link', TOKEN, 'ada')}"
+    return f"{stack.hub.url}/login?once={grant(SECRET_KEY, 'link', TOKEN, 'ada')}"
 
 
 def _confirm(page: Any, name: str, says: str) -> None:

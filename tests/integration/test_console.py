@@ -14,7 +14,8 @@ from jobs.job import Job, outcome_of, seal
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.console.app import create_router
-from pipeline.console.page import Console, sealed
+from pipeline.console.page import Console
+from pipeline.hub.service import grant
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from tests.console_fixtures import Person, Stack, ada, stack
@@ -88,7 +89,7 @@ def test_without_a_session_there_is_only_the_way_in(stack: Stack, client: httpx.
 
 
 def test_a_link_signs_in_once(stack: Stack, client: httpx.Client) -> None:
-    link = f"/login?once={sealed(SECRET_KEY, 'link', stack.hub.token, 'ada')}"
+    link = f"/login?once={grant(SECRET_KEY, 'link', stack.hub.token, 'ada')}"
     with httpx.Client(base_url=stack.hub.url) as first:
         signed_in = first.get(link)
         assert signed_in.status_code == 303

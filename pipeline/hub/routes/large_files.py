@@ -13,7 +13,6 @@ and a shard says which chunks make each file. Clients do not read files over Xet
 import time
 from typing import Annotated, Literal
 
-from cryptography.fernet import Fernet, InvalidToken
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.requests import Request
@@ -24,7 +23,7 @@ from pipeline.hub.errors import Forbidden, NotFound, Unauthorized
 from pipeline.hub.http_json import Json, chunks, file_answer, hub_url, json_body
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.repositories import Repository
-from pipeline.hub.service import API, FILES, Hub, HubOf, Readable, Who, writer
+from pipeline.hub.service import API, FILES, Hub, HubOf, Readable, Who, grant, granted, writer
 from pipeline.hub.xet import MAX_SHARD_BYTES, MAX_XORB_BYTES, XetStore
 
 GRANT_SECONDS = 6 * 3600
@@ -43,19 +42,9 @@ xet = APIRouter(prefix=_XET + "{repository_id}/{store_id}")
 one store, a folder in which a repository keeps the xorbs that clients sent."""
 
 
-def grant(key: bytes, *facts: str) -> str:
-    """A text that a client sends instead of a token. It allows what the facts say, such as a
-    method, a path and a size. Only the hub can make and read it."""
-    return Fernet(key).encrypt(" ".join(facts).encode()).decode()
-
-
 def _is_granted(hub: Hub, text: str, *facts: str) -> bool:
     """Whether the hub made this text for these facts, at most `GRANT_SECONDS` ago."""
-    try:
-        found = Fernet(hub.secret_key).decrypt(text.encode(), ttl=GRANT_SECONDS)
-    except InvalidToken:
-        return False
-    return found == " ".join(facts).encode()
+    return granted(hub.secret_key, text, GRANT_SECONDS) == " ".join(facts)
 
 
 class LargeObject(BaseModel):
