@@ -161,11 +161,8 @@ scheduled_jobs = Table(
     # The `JobSpec` of each run, with its secrets sealed.
     Column("spec", JSON, nullable=False),
     Column("schedule", String, nullable=False),
-    # Whether a run may start while the last one has not ended.
-    Column("concurrency", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
-    # Null while the scheduled job is suspended.
-    Column("next_run_at", Float),
+    Column("next_run_at", Float, nullable=False),
     Column("last_job_id", String),
     Column("last_run_at", Float),
 )
@@ -199,7 +196,7 @@ deliveries = Table(
 )
 
 
-SCHEMA_REVISION = "hub9"
+SCHEMA_REVISION = "hub10"
 """What this file declares, and where the repositories are. Another revision is refused."""
 
 REPOS = "repos"

@@ -205,7 +205,6 @@ def schedule(hub: HubOf, body: Annotated[ScheduleRequest, json_body(ScheduleRequ
             mode="json"
         ),
         "schedule": body.schedule,
-        "concurrency": False,
         "created_at": now,
         "next_run_at": next_run(body.schedule, now),
     }
