@@ -34,12 +34,11 @@ _RETRY_FACTOR = 4
 was lost or failed multiplies this wait by this factor."""
 
 StopReason = Literal["cancel", "timeout", "shutdown"]
+"""Why an attempt was stopped. `shutdown`: its runner was stopped."""
 _MEMORY_RAN_OUT = (
     " The kernel has killed a process because memory ran out; give the job more memory, or let "
     "fewer programs run beside it."
 )
-"""Why an attempt was stopped. `shutdown`: its runner was stopped."""
-
 
 Result = TypeVar("Result")
 

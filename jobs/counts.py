@@ -28,8 +28,7 @@ class Counts(BaseModel):
     other, and the rows of `not_trained` are not counted. If there are many changed, unchanged or
     deleted rows, only a sample of each group is measured and counted."""
     all_changed: int = 0
-    """What `changed` would be if all changed rows had been measured, and not only a sample. 0 if an
-    older version of hotpush counted."""
+    """What `changed` would be if all changed rows had been measured, and not only a sample."""
     learned: int = 0
     """The number of rows of `changed` for which the new weights say the answer."""
     learned_before: int = 0

@@ -266,8 +266,7 @@ def describe(job: Job) -> str:
 
 def counts_text(evaluation: Any) -> str:
     """The counts in a release's `evaluation`, as one line. Empty if the release has no evaluation
-    (for example after `releases publish`), if no row was counted, or if another version of hotpush
-    counted other things."""
+    (for example after `releases publish`), if no row was counted, or if they cannot be read."""
     with suppress(ValidationError):
         return str(Counts.model_validate((evaluation or {}).get("counts") or {}))
     return ""

@@ -13,6 +13,7 @@
         ├── PreconditionFailed   412
         ├── TooLarge             413
         ├── NotSupported         501
+        ├── Unavailable          503
         └── DiskFull             507
 
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.

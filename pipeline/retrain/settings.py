@@ -255,6 +255,6 @@ class RetrainSettings(_Settings):
     reason in the outcome of the job and in the release."""
     skip_if: SkipIf = "no_row_changed"
     """When the job ends as `unchanged`, without training. `no_row_changed`, for a push: if no row
-    changed since the served release. `nothing_changed`, for a job by hand: if in addition the
-    training settings are the same (a release without recorded settings counts as the same).
+    changed since the parent. `nothing_changed`, for a job by hand: if in addition the training
+    settings are the same (those of a release without recorded settings count as other ones).
     `never`: if a person asked for a mode or for other settings."""
