@@ -48,13 +48,7 @@ from jobs.attempt import (
     until_it_works,
 )
 from jobs.attempt_on_hub import AttemptOnHub
-from jobs.errors import (
-    TEMPORARY_FAILURE,
-    LaunchError,
-    LeaseLost,
-    StoreError,
-    is_temporary,
-)
+from jobs.errors import TEMPORARY_FAILURE, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import COMPUTING, LOG
 from jobs.job import SHORT_SPINS, Job, job_environment, thread_variables
 from jobs.process import (

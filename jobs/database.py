@@ -10,16 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import (
-    Connection,
-    Engine,
-    MetaData,
-    create_engine,
-    event,
-    inspect,
-    make_url,
-    text,
-)
+from sqlalchemy import Connection, Engine, MetaData, create_engine, event, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from jobs.errors import OtherSchema, StoreError

@@ -31,15 +31,7 @@ from jobs.attempt import (
 from jobs.engines import Engines, runner_here
 from jobs.errors import JobNotFound, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import is_of_another_job
-from jobs.job import (
-    FindHead,
-    Job,
-    delivery_ids,
-    job_environment,
-    log_fields,
-    outcome_of,
-    unseal,
-)
+from jobs.job import FindHead, Job, delivery_ids, job_environment, log_fields, outcome_of, unseal
 from jobs.launcher import Launcher
 from jobs.outcome import JobOutcome
 from jobs.process import (

@@ -38,13 +38,7 @@ from pipeline.hub.errors import BadRequest, EntryNotFound, HubError, Preconditio
 from pipeline.hub.git import INCOMING_PREFIX, NO_REF, Signature, clear_repository, git
 from pipeline.hub.http_json import reasons
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.repositories import (
-    RefChange,
-    Repository,
-    changed_path,
-    new_file_path,
-    parents_of,
-)
+from pipeline.hub.repositories import RefChange, Repository, changed_path, new_file_path, parents_of
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_OPERATIONS = 100_000

@@ -21,13 +21,7 @@ from pipeline.retrain.errors import DataError
 from pipeline.retrain.loss import AnchorTarget, autocast, predict
 from pipeline.retrain.model import LoadedModel, logits_of
 from pipeline.retrain.rows import Row
-from pipeline.retrain.tokens import (
-    TokenSequence,
-    answer_ends,
-    chat_template,
-    leave_out,
-    sequences,
-)
+from pipeline.retrain.tokens import TokenSequence, answer_ends, chat_template, leave_out, sequences
 from serving.chat_template import normalise
 from serving.weights.atomic_file import atomic_file
 

@@ -27,12 +27,7 @@ from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain.elsewhere import ReleasesOnHub
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.retrain.sources import (
-    OWN_TOKEN,
-    Hubs,
-    Revision,
-    Source,
-)
+from pipeline.retrain.sources import OWN_TOKEN, Hubs, Revision, Source
 from serving.weights.atomic_file import write_atomically
 from serving.weights.release import Lineage
 from serving.weights.release_store import load_release, read_served, release_number

@@ -30,11 +30,7 @@ from pipeline.hub.git import PUSHED_PREFIXES, git, lines_of
 from pipeline.hub.http_json import Json, iso_time
 from pipeline.hub.large_files import GRACE_SECONDS
 from pipeline.hub.releases import sync_releases
-from pipeline.hub.repositories import (
-    SHA,
-    Repository,
-    open_bases,
-)
+from pipeline.hub.repositories import SHA, Repository, open_bases
 from pipeline.hub.routes.contents import described
 from pipeline.hub.service import HubOf, Locked, NeededCommits, Role, digest, hubs_own
 

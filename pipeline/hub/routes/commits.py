@@ -36,13 +36,7 @@ from pipeline.hub.contents import (
 from pipeline.hub.errors import Conflict, RevisionNotFound
 from pipeline.hub.events import EventLog, record_ref_changes
 from pipeline.hub.git import PULL_REQUEST_PREFIX
-from pipeline.hub.http_json import (
-    MAX_BODY_BYTES,
-    Json,
-    client_warning,
-    hub_url,
-    json_body,
-)
+from pipeline.hub.http_json import MAX_BODY_BYTES, Json, client_warning, hub_url, json_body
 from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
 from pipeline.hub.repositories import (
     RefChange,
@@ -54,12 +48,7 @@ from pipeline.hub.repositories import (
     read_refs,
     remember,
 )
-from pipeline.hub.routes.discussions import (
-    MAX_TEXT,
-    MAX_TITLE,
-    open_discussion,
-    ref_of,
-)
+from pipeline.hub.routes.discussions import MAX_TEXT, MAX_TITLE, open_discussion, ref_of
 from pipeline.hub.service import API, Hub, HubOf, Identity, Named, Received, Writer, readable
 
 MAX_README_BYTES = 4 * MAX_BODY_BYTES

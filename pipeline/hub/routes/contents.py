@@ -23,13 +23,7 @@ from pipeline.hub.contents import (
     read_path,
     resolve_revision,
 )
-from pipeline.hub.errors import (
-    BadRequest,
-    EntryNotFound,
-    NotFound,
-    NotSupported,
-    RevisionNotFound,
-)
+from pipeline.hub.errors import BadRequest, EntryNotFound, NotFound, NotSupported, RevisionNotFound
 from pipeline.hub.git import git
 from pipeline.hub.http_json import Json, file_answer, iso_time, read_body
 from pipeline.hub.large_files import LargeFiles

@@ -25,15 +25,7 @@ from pipeline.hub.repositories import (
     read_refs,
     repository_name,
 )
-from pipeline.hub.service import (
-    API,
-    Hub,
-    HubOf,
-    Locked,
-    Readable,
-    Writer,
-    person,
-)
+from pipeline.hub.service import API, Hub, HubOf, Locked, Readable, Writer, person
 from pipeline.hub.webhooks import list_webhooks
 
 _RESERVED_NAMES = frozenset({"discussions", "refs"})
