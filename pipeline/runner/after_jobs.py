@@ -132,19 +132,18 @@ class Outcomes:
         self._store = store
         self._handlers = handlers
 
-    def poll(self) -> int:
-        """Handle each ended job that was not handled yet; returns the number of these jobs.
+    def poll(self) -> None:
+        """Handle each ended job that was not handled yet.
 
         If a handler raises an exception, this method logs the exception. The outcome counts as
         handled, so the handler is not called again. Raises StoreError.
         """
-        num_handled, away = 0, self._store.now() - AWAY_SECONDS
+        away = self._store.now() - AWAY_SECONDS
         for job in self._store.unhandled():
             is_mine = _is_here(job) or job.ended_at is None or job.ended_at < away
             # Take each one just before its handlers, because those of others may take minutes.
             if not is_mine or not self._store.take_outcome(job.id, TAKEN_SECONDS):
                 continue
-            num_handled += 1
             for handler in self._handlers:
                 try:
                     handler(job)
@@ -153,7 +152,6 @@ class Outcomes:
                         "a handler failed for the outcome of %s", job.id, extra={"job_id": job.id}
                     )
             self._store.handled(job.id)
-        return num_handled
 
     def follow(self, stop: threading.Event) -> None:
         """Call `poll` when the store has changed. If `poll` fails, log the error, and call it again
@@ -311,9 +309,9 @@ def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> None:
 # Old jobs
 
 
-def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
+def prune(settings: Settings, home: Home, store: JobStore) -> None:
     """Remove the folders of old jobs, and delete very old jobs, with their deliveries, from the job
-    store. Returns the names of the removed folders.
+    store.
 
     If a release that a job made still exists, this job and its folder stay. The jobs that a webhook
     copies (`--job-id` of `pipeline webhooks`) and the newest KEEP_JOBS jobs stay in the store.
@@ -328,7 +326,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
         for release_id in release_ids(folder)
         if (job_id := _job_of(folder / release_id)) is not None
     }
-    removed = prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
+    prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
         newest=KEEP_JOBS,
@@ -337,7 +335,6 @@ def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
     if forgotten:
         said = "deleted %d old jobs from the store, %s to %s"
         logger.info(said, len(forgotten), forgotten[0], forgotten[-1])
-    return removed
 
 
 def _job_of(release: Path) -> str | None:
@@ -365,9 +362,8 @@ def remove_unneeded_files(job: Job, job_dir: Path) -> None:
 
 def prune_job_folders(
     store: JobStore, jobs_dir: Path, *, keep_days: float, kept: Collection[str] = ()
-) -> list[str]:
-    """Remove the folders of jobs that ended more than `keep_days` ago; returns the names of the
-    removed folders.
+) -> None:
+    """Remove the folders of jobs that ended more than `keep_days` ago.
 
     The jobs and their outcomes stay in the store. `kept` has the ids of jobs whose folders stay.
     """
@@ -379,7 +375,6 @@ def prune_job_folders(
             removed.append(job_id)
     if removed:
         logger.info("removed the folders of %d jobs: %s", len(removed), ", ".join(removed))
-    return removed
 
 
 def remembered_days(settings: Settings) -> float:
