@@ -32,7 +32,7 @@ from serving.engines.settings import EngineChoice, choose_engine
 from serving.errors import ReleaseError
 from serving.weights.release_store import (
     load_release,
-    pending_release,
+    served_or_empty,
     served_release,
     stood_in_for,
 )
@@ -194,7 +194,7 @@ class Facts:
             "dataset_head": head,
             "served": served,
             "followers": self.followers(pipeline),
-            "pending_release": pending_release(self.releases_dir(pipeline)),
+            "pending_release": served_or_empty(self.releases_dir(pipeline)).pending,
             "queue_age_seconds": max(
                 (round(now - job.created_at, 1) for job in jobs if not job.has_ended),
                 default=None,

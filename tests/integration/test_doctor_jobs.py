@@ -98,6 +98,19 @@ def test_a_served_release_that_is_gone(home: Home) -> None:
     assert found == (gone, "pipeline releases rollback")
 
 
+def test_the_state_of_a_pipeline_whose_record_is_damaged(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    monkeypatch.setenv("PIPELINE_SERVING__PORT", str(free_port()))
+    (home.releases_dir / "a").mkdir(parents=True)
+    (home.releases_dir / "a" / "served.json").write_text("{")
+    settings = load_settings()
+    found = Facts(home, settings).of_pipeline(settings.pipeline("a"), now=0)
+    assert "served.json" in found["served"]["unreadable"]
+    assert (found["served"]["release"], found["pending_release"]) == ("current", None)
+
+
 def test_after_a_failed_job_the_next_step_is_to_wait_for_the_job_that_follows(home: Home) -> None:
     (home.root.parent / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
 
