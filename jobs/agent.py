@@ -84,10 +84,9 @@ _SHORTEST_PAUSE = 0.001
 class Attempt:
     """What an agent runs. It may hold secrets, so it is never written to disk."""
 
-    job_id: str
+    job: Job
     calls: Calls
     jobs_dir: Path
-    command: tuple[str, ...]
     env: Mapping[str, str]
     """All environment variables of the command."""
     settings: JobsSettings
@@ -95,7 +94,7 @@ class Attempt:
     @property
     def job_dir(self) -> Path:
         """The working folder of the command."""
-        return self.jobs_dir / self.job_id
+        return self.jobs_dir / self.job.id
 
 
 def run(attempt: Attempt) -> None:
@@ -146,7 +145,6 @@ class _Agent:
         me = identify(os.getpid())
         assert me is not None
         self._me: ProcessIdentity = me
-        self._job: Job
         self._exit: Exit | None = None
         """How the command ended. None while it runs."""
         self._killed_for_memory = num_killed_for_memory()
@@ -163,21 +161,21 @@ class _Agent:
             if prctl is not None:
                 # If the command leaves processes behind, this process becomes their parent.
                 prctl(_PR_SET_CHILD_SUBREAPER, 1)
-            until_it_works(f"Job {self._attempt.job_id}", self._begin)
+            until_it_works(f"Job {self._attempt.job.id}", self._begin)
             self._watch()
             self._end_processes()
-            until_it_works(f"Job {self._attempt.job_id}", self._finish)
+            until_it_works(f"Job {self._attempt.job.id}", self._finish)
         except LeaseLost as error:
             logger.warning("%s", error)
         except BaseException:
-            logger.exception("The agent of job %s failed.", self._attempt.job_id)
+            logger.exception("The agent of job %s failed.", self._attempt.job.id)
         finally:
             self._end_processes()
             os._exit(0)
 
     def _begin(self) -> None:
-        attempt = self._attempt
-        job = self._job = attempt.calls.start(name_of(self._me))
+        attempt, job = self._attempt, self._attempt.job
+        attempt.calls.start(name_of(self._me))
         try:
             lay_out(attempt.job_dir, job)
             _hold_computing_lock(attempt.jobs_dir / COMPUTING)
@@ -223,7 +221,7 @@ class _Agent:
 
     def _stop(self, reason: StopReason, now: float) -> None:
         if self._stop_reason is None:
-            logger.info("Job %s is being stopped (%s).", self._attempt.job_id, reason)
+            logger.info("Job %s is being stopped (%s).", self._attempt.job.id, reason)
             self._stop_reason = reason
             self._deadline = math.inf
             self._kill_at = now + self._attempt.settings.kill_grace_seconds
@@ -245,8 +243,9 @@ class _Agent:
 
     def _finish(self) -> None:
         assert self._exit is not None
-        attempt, limit = self._attempt, time_limit(self._job, self._attempt.settings)
-        result = outcome_of_exit(self._job, attempt.job_dir, self._exit, self._stop_reason, limit)
+        attempt, job = self._attempt, self._attempt.job
+        limit = time_limit(job, attempt.settings)
+        result = outcome_of_exit(job, attempt.job_dir, self._exit, self._stop_reason, limit)
         attempt.calls.finish(result)
 
     def _end_processes(self) -> None:
@@ -278,7 +277,7 @@ def _children() -> list[int]:
 
 
 def _run_command(attempt: Attempt, report: int) -> None:
-    command = attempt.command
+    command = attempt.job.spec.command
     is_module = IS_LINUX and command[:2] == (sys.executable, "-m")
     try:
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -474,16 +473,7 @@ def _run_elsewhere(url: str, ticket: str, folder: Path) -> None:
         num_threads=settings.threads(),
         unsealed=started.unsealed,
     )
-    run(
-        Attempt(
-            job_id=job.id,
-            calls=hub,
-            jobs_dir=folder,
-            command=job.spec.command,
-            env=env,
-            settings=settings,
-        )
-    )
+    run(Attempt(job=job, calls=hub, jobs_dir=folder, env=env, settings=settings))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ class Calls(Protocol):
     """All raise LeaseLost if the attempt is not the current one of its job any more, and StoreError
     if the store cannot be reached now."""
 
-    def start(self, handle: str) -> Job:
+    def start(self, handle: str) -> None:
         """`handle` names the agent. A second call with the same one changes nothing."""
 
     def beat(self) -> Orders: ...
@@ -89,8 +89,9 @@ class Calls(Protocol):
         """Record the result of `outcome_of_exit`."""
 
 
-def beat(store: JobStore, job_id: str, owner: str, settings: JobsSettings) -> Orders:
-    job = store.heartbeat(job_id, owner, settings.lease_seconds)
+def beat(store: JobStore, job: Job, settings: JobsSettings) -> Orders:
+    assert job.owner is not None
+    job = store.heartbeat(job.id, job.owner, settings.lease_seconds)
     limit = time_limit(job, settings)
     is_limited = limit is not None and job.started_at is not None
     left = limit - (store.now() - job.started_at) if is_limited else None  # type: ignore[operator]
@@ -123,24 +124,22 @@ def until_it_works(what: str, call: Callable[[], Result]) -> Result:
 
 @dataclass(kw_only=True)
 class AttemptInStore:
-    job_id: str
-    owner: str
-    """The owner of the lease (`Job.owner`)."""
+    job: Job
     location: str
     """`JobStore.location`."""
     settings: JobsSettings
 
-    def start(self, handle: str) -> Job:
+    def start(self, handle: str) -> None:
+        assert self.job.owner is not None
         # Not before: connections do not survive the fork of the agent.
         self._store = JobStore.open(self.location)
-        self._job = self._store.started(self.job_id, self.owner, handle)
-        return self._job
+        self._store.started(self.job.id, self.job.owner, handle)
 
     def beat(self) -> Orders:
-        return beat(self._store, self.job_id, self.owner, self.settings)
+        return beat(self._store, self.job, self.settings)
 
     def finish(self, result: JobOutcome | Lost | None) -> None:
-        record_result(self._store, self._job, result, self.settings)
+        record_result(self._store, self.job, result, self.settings)
 
 
 # What an end means

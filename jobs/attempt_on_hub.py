@@ -95,8 +95,8 @@ class AttemptOnHub:
         parts = urlsplit(self._url)
         return f"{parts.scheme}://{parts.netloc}"
 
-    def start(self, handle: str) -> Job:
-        return self.started.job
+    def start(self, handle: str) -> None:
+        """It has begun already."""
 
     def beat(self) -> Orders:
         """Also sends what the command has written to the `GROWING` files since the last call."""

@@ -337,18 +337,12 @@ class Runner:
                 num_threads=self._settings.threads(),
                 unsealed=unseal(job.spec.sealed_env, self._secret_key),
             )
-            calls = AttemptInStore(
-                job_id=job.id,
-                owner=job.owner,
-                location=self._store.location,
-                settings=self._settings,
-            )
+            calls = AttemptInStore(job=job, location=self._store.location, settings=self._settings)
             self._start_agent(
                 Attempt(
-                    job_id=job.id,
+                    job=job,
                     calls=calls,
                     jobs_dir=self._jobs_dir,
-                    command=job.spec.command,
                     env=env,
                     settings=self._settings,
                 )

@@ -49,22 +49,9 @@ class Bench:
         return job
 
     def start_agent(self, job: Job, env: dict[str, str] = ENVIRONMENT) -> None:
-        assert job.owner is not None
-        self.server.start(
-            Attempt(
-                job_id=job.id,
-                calls=AttemptInStore(
-                    job_id=job.id,
-                    owner=job.owner,
-                    location=self.store.location,
-                    settings=SETTINGS,
-                ),
-                jobs_dir=self.jobs_dir,
-                command=job.spec.command,
-                env=env,
-                settings=SETTINGS,
-            )
-        )
+        calls = AttemptInStore(job=job, location=self.store.location, settings=SETTINGS)
+        attempt = Attempt(job=job, calls=calls, jobs_dir=self.jobs_dir, env=env, settings=SETTINGS)
+        self.server.start(attempt)
 
     def agent(self, job: Job) -> int:
         handle = until(lambda: self.store.get(job.id).handle)

@@ -47,8 +47,9 @@ class Machine:
 
     def start(self, attempt: Attempt) -> None:
         if self.begins:
-            owner = attempt.calls.owner  # type: ignore[attr-defined]
-            self.running[owner] = self.store.started(attempt.job_id, owner, "elsewhere 1 boot")
+            id, owner = attempt.job.id, attempt.job.owner
+            assert owner is not None
+            self.running[owner] = self.store.started(id, owner, "elsewhere 1 boot")
         if self.kills_runner:
             raise Killed
 

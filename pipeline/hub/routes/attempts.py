@@ -99,8 +99,7 @@ async def extend(
 
 
 def _beat(hub: HubOf, job: Job) -> Orders:
-    assert job.owner is not None
-    return beat(hub.jobs_store, job.id, job.owner, hub.elsewhere.settings)
+    return beat(hub.jobs_store, job, hub.elsewhere.settings)
 
 
 @router.post("/finish")
