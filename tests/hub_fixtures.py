@@ -176,6 +176,7 @@ def push_file(hub: RunningHub, worktree: Path, name: str, content: str) -> str:
 def listening_socket(port: int = 0) -> socket.socket:
     # The protocol is named because asyncio turns Nagle's delay off only where it is.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
     listener.bind(("127.0.0.1", port))
     return listener
 

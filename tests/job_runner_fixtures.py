@@ -12,6 +12,7 @@ import pytest
 
 from jobs.folder import LOG
 from jobs.job import Job
+from jobs.launcher import Launcher
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
@@ -27,6 +28,28 @@ SETTINGS = JobsSettings(
 def program(*arguments: str, pipeline: str | None = "faq", **values: Any) -> JobSpec:
     command = (sys.executable, "-m", "tests.jobs_program", *arguments)
     return JobSpec(**{"command": command, "pipeline": pipeline, **values})
+
+
+def run_runner(
+    location: str,
+    jobs_dir: Path,
+    launcher: Launcher,
+    hub_url: str,
+    secret_key: bytes,
+    stop: threading.Event | None = None,
+) -> None:
+    """A runner with the launcher `shell`, in this thread or process."""
+    with JobStore.open(location) as store:
+        runner = Runner(
+            store,
+            jobs_dir,
+            SETTINGS.model_copy(update={"retry_seconds": 0.1}),
+            ENVIRONMENT,
+            launchers={"shell": launcher},
+            hub_url=hub_url,
+            secret_key=secret_key,
+        )
+        runner.run(stop or threading.Event())
 
 
 class House:

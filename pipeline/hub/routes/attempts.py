@@ -5,6 +5,7 @@ agent must get 409, which tells it to end, and not 401.
 """
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
@@ -14,6 +15,7 @@ from starlette.requests import Request
 
 from jobs.attempt import Orders, beat, lay_out, record_result
 from jobs.attempt_on_hub import GROWING, PIECE_BYTES, Finish, Finished, Started, is_record
+from jobs.errors import LeaseLost
 from jobs.folder import OUTCOME, write_by_rename
 from jobs.job import Job, attempt_token, is_start_ticket, job_of_token, running_job, unseal
 from pipeline.hub.errors import BadRequest, Conflict, Unauthorized
@@ -111,7 +113,8 @@ async def finish(
     ending = asyncio.create_task(run_in_threadpool(_end, hub, job, body))
     seconds = hub.elsewhere.settings.heartbeat_seconds
     while not (await asyncio.wait({ending}, timeout=seconds))[0]:
-        await run_in_threadpool(_beat, hub, job)
+        with suppress(LeaseLost):  # it has just been recorded, or `_end` raises the same
+            await run_in_threadpool(_beat, hub, job)
     return Finished(state=(await ending).state)
 
 
