@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import httpx
@@ -18,16 +19,22 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pipeline.hub.routes import followers
 from serving.errors import ReleaseError
 from serving.follow import Follower
 from serving.weights import fetch
 from serving.weights.fetch import Source, fetch_release
 from serving.weights.publish import publish_state_dict
+from serving.weights.release import Release
 from serving.weights.release_store import release_ids
 from serving.weights.verify import verify_release
+from tests.echo_engine import EchoEngine
 from tests.hub_fixtures import TOKEN, RunningHub, running_hub
+from tests.jobs_fixtures import Clock, clock
 from tests.jobs_fixtures import until as wait_until
 from tests.serving_fixtures import echo_app, echo_release, network_release, running, server_process
+
+__all__ = ["clock"]
 
 ROOT = Path(__file__).parents[2]
 REPO = "local/answers"
@@ -83,6 +90,19 @@ class Wire:
             case "flip":
                 return body[:-1] + bytes([body[-1] ^ 1])
         return body
+
+
+class SlowEngine(EchoEngine):
+    """Takes no release while `go_on` is not set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    async def stage(self, release: Release, folder: Path) -> None:
+        await super().stage(release, folder)
+        await asyncio.to_thread(self.go_on.wait, 60)
 
 
 @pytest.fixture
@@ -222,18 +242,19 @@ def test_a_follower_looks_when_it_is_told_and_swaps_when_it_is_its_turn(
     follower = Follower(
         source=source(hub), seconds=3600, secret="s", name="here:1", url="http://here:1"
     )
-    followers = f"/api/models/{REPO}/followers"
+    listing = f"/api/models/{REPO}/followers"
     reader = hub.request("POST", "/api/settings/tokens/reader").json()["token"]
 
     def told(route: str, **report: Any) -> Any:
         headers = {"Authorization": f"Bearer {reader}"}
-        return hub.request("POST", f"{followers}{route}", json=report, headers=headers).json()
+        return hub.request("POST", f"{listing}{route}", json=report, headers=headers).json()
 
     def listed() -> dict[str, Any]:
-        return {each["name"]: each for each in hub.request("GET", followers).json()}
+        return {each["name"]: each for each in hub.request("GET", listing).json()}
 
     with running(echo_app(tmp_path / "followed", follower=follower)) as url:
         wait_until(lambda: "here:1" in listed())
+        assert wire.num_turns == 0, "it answered nothing before"
         wrong = {"X-Webhook-Secret": "wrong"}
         assert httpx.post(f"{url}/admin/follow", json={}, headers=wrong).status_code == 403
         hub.api.create_webhook(
@@ -249,6 +270,44 @@ def test_a_follower_looks_when_it_is_told_and_swaps_when_it_is_its_turn(
         wait_until(lambda: listed()["here:1"]["release"] == second)
         assert httpx.get(f"{url}/health").json()["release"] == second
     assert listed()["other"]["error"] == "no more"
+
+
+def test_a_follower_whose_swap_takes_long_keeps_its_turn(
+    hub: RunningHub, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.follow.RENEW_SECONDS", 0.05)
+    first, second = (echo_release(tmp_path / "made", seed).id for seed in (1, 2))
+    push(hub, tmp_path / "made" / first)
+    follower = Follower(source=source(hub), seconds=0.05, secret="s", name="a", url="http://a")
+    engine = SlowEngine()
+    with running(echo_app(tmp_path / "followed", engine, follower=follower)) as url:
+        wait_until(lambda: answers(url) == first)
+        engine.go_on.clear()
+        push(hub, tmp_path / "made" / second)
+        wait_until(lambda: wire.num_turns >= 4)
+        assert ("stage", second) in engine.log and answers(url) == first
+        engine.go_on.set()
+        wait_until(lambda: answers(url) == second)
+
+
+def test_so_many_followers_swap_at_once_and_a_turn_that_is_not_kept_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setattr(followers, "time", SimpleNamespace(monotonic=clock))
+    with running_hub(tmp_path / "hub", max_unavailable=2) as hub:
+        hub.api.create_repo(REPO)
+
+        def may_swap(name: str) -> bool:
+            path = f"/api/models/{REPO}/followers/turn"
+            answer = hub.request("POST", path, json={"name": name}).json()
+            assert answer["wait_seconds"] in (0, followers.WAIT_SECONDS)
+            return not answer["wait_seconds"]
+
+        assert [may_swap(name) for name in "abcb"] == [True, True, False, True]
+        clock.now += followers.TURN_SECONDS - 1
+        assert [may_swap(name) for name in "ac"] == [True, False]
+        clock.now += 1
+        assert [may_swap(name) for name in "cba"] == [True, False, True]
 
 
 def answers(url: str) -> str | None:
