@@ -16,9 +16,10 @@ from huggingface_hub import HfApi, Volume
 from huggingface_hub.errors import HfHubHTTPError, JobNotFoundError
 
 from jobs.job import attempt_token, unseal
+from jobs.launcher import Launcher, LauncherSettings
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, Resources
 from jobs.store import JobStore
 from pipeline.hub.database import open_database
 from pipeline.hub.errors import BadRequest
@@ -54,21 +55,23 @@ def runner(tmp_path: Path, store: JobStore) -> Iterator[None]:
 
 
 @pytest.fixture
-def hf(hub: RunningHub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    env = {
+def environment(hub: RunningHub, tmp_path: Path) -> dict[str, str]:
+    """Of `hf`."""
+    return {
         "HF_ENDPOINT": hub.url,
         "HF_TOKEN": hub.token,
         "HF_HOME": str(tmp_path / "hf"),
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-        "PATH": os.environ["PATH"],
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "API_KEY": "s3cret",
     }
-    program = str(Path(sys.executable).parent / "hf")
 
+
+@pytest.fixture
+def hf(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     def hf(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [program, "jobs", *arguments], env=env, capture_output=True, text=True, timeout=60
-        )
+        command = ["hf", "jobs", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     return hf
 
@@ -96,6 +99,26 @@ def test_the_command_runs_a_job_and_shows_its_secret_nowhere(
     assert (shown["secrets"], shown["environment"]) == ({"API_KEY": "***"}, {"COLOR": "red"})
     for file in (*tmp_path.glob("jobs.sqlite*"), *(tmp_path / "jobs" / job.id).iterdir()):
         assert b"s3cret" not in file.read_bytes(), file
+
+
+def test_the_launcher_huggingface_uses_the_command(
+    environment: dict[str, str], store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    preset = {"preset": "huggingface", "agent": ("python3", "-m", "jobs.agent")}
+    launcher, name = Launcher(LauncherSettings.model_validate(preset)), "hotpush-j000001-1"
+    given = {"JOB_URL": "http://hub:8070/api/jobs/j1/attempts/1", "JOB_TICKET": "t1cket"}
+    for _ in range(2):  # the second time, it is there already
+        launcher.submit(name, given, Resources(image=IMAGE, queue="t4-small", timeout_seconds=90))
+    [job] = store.list()
+    assert (job.spec.command, job.spec.timeout_seconds) == (launcher.settings.agent, 90)
+    assert job.spec.env == {"JOB_URL": given["JOB_URL"]}
+    assert unseal(job.spec.sealed_env, SECRET_KEY) == {"JOB_TICKET": given["JOB_TICKET"]}
+    assert launcher.status(name).state == "queued"
+    launcher.cancel(name)
+    assert store.get(job.id).state == "CANCELED"
+    assert launcher.status(name).state == "ended"
 
 
 def test_a_failure_has_its_reason_and_the_command_fails(hf: Hf, runner: None) -> None:

@@ -9,12 +9,23 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 
 from jobs import launcher
+from jobs.attempt import GIVE_UP_SECONDS, record_result
+from jobs.engines import Engines
 from jobs.errors import LaunchError
+from jobs.job import Job
 from jobs.launcher import Launcher, LauncherSettings
-from jobs.spec import Resources
+from jobs.outcome import JobOutcome
+from jobs.process import identify, name_of
+from jobs.settings import JobsSettings
+from jobs.spec import JobSpec, Resources
+from jobs.store import JobStore
+from tests.jobs_fixtures import Clock, claim, clock, until
+
+__all__ = ["clock"]
 
 NAME = "hotpush-j000012-1"
 TICKET = "ticket-of-this-attempt"
@@ -135,27 +146,30 @@ def test_a_resource_that_is_not_set_is_the_engines_to_choose(engine: Engine) -> 
     assert files["script"][1] == "#!/bin/sh\nexec python3 -m jobs.agent\n"
 
 
-def test_the_manifest_of_kubernetes(engine: Engine) -> None:
-    _, files = submitted(
-        engine, "kubernetes", ALL.model_copy(update={"nodes": None, "queue": None})
-    )
+@pytest.mark.parametrize(
+    ("resources", "limits"),
+    [
+        (Resources(image="me/image"), {}),
+        (
+            ALL.model_copy(update={"nodes": None, "queue": None}),
+            {"cpu": "2", "memory": "16Gi", "nvidia.com/gpu": "1"},
+        ),
+    ],
+)
+def test_the_manifest_is_a_job_of_kubernetes(
+    engine: Engine, resources: Resources, limits: dict[str, str]
+) -> None:
+    _, files = submitted(engine, "kubernetes", resources)
     manifest = json.loads(files["manifest"][1])
-    assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
-    spec, labels = manifest["spec"], {"hotpush-job": NAME}
-    assert manifest["metadata"] == {"name": NAME, "labels": labels}
-    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (0, 90)
-    assert spec["template"]["metadata"] == {"labels": labels}
-    pod = spec["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"
-    assert pod["containers"] == [
-        {
-            "name": "job",
-            "image": "me/image",
-            "command": AGENT.split(),
-            "env": [{"name": name, "value": value} for name, value in ENVIRONMENT.items()],
-            "resources": {"limits": {"cpu": "2", "memory": "16Gi", "nvidia.com/gpu": "1"}},
-        }
-    ]
+    kubernetes_validate.validate(manifest, "1.35", strict=True)
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert (container["image"], container["command"]) == ("me/image", AGENT.split())
+    assert {each["name"]: each["value"] for each in container["env"]} == ENVIRONMENT
+    assert container["resources"]["limits"] == limits
+    assert manifest["spec"].get("activeDeadlineSeconds") == resources.timeout_seconds
+    container["images"] = ["me/image"]
+    with pytest.raises(kubernetes_validate.ValidationError, match="images"):
+        kubernetes_validate.validate(manifest, "1.35", strict=True)
 
 
 def test_the_launcher_of_the_docs(engine: Engine) -> None:
@@ -197,6 +211,41 @@ def test_nothing_is_submitted_while_the_engine_cannot_be_asked(engine: Engine) -
             call(NAME)
     with pytest.raises(LaunchError, match=r"cancel .* with `scancel"):
         slurm.cancel(NAME)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_an_attempt_is_given_up_when_its_engine_could_not_be_asked_for_long(
+    engine: Engine,
+    tmp_path: Path,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    is_cancelled: bool,
+) -> None:
+    words, settings = "Unable to contact slurm controller", JobsSettings()
+    launchers = {"slurm": engine.answers((1, words))}
+    me = identify(os.getpid())
+    assert me is not None
+    owner = f"{name_of(me)}/ab.1"
+    with JobStore.open(tmp_path / "jobs.db", clock=clock) as store:
+
+        def record(job: Job, outcome: JobOutcome) -> None:
+            record_result(store, job, outcome, settings)
+
+        engines = Engines(store, settings, launchers, hub_url="", secret_key=None, record=record)
+        store.submit(JobSpec(command=("true",), launcher="slurm"))
+        job = store.started(claim(store, owner, 60).id, owner, "elsewhere:1@there 2 boot+3")
+        if is_cancelled:
+            store.cancel(job.id)
+        clock.now += 59 + GIVE_UP_SECONDS
+        until(lambda: engines.end_if_gone(job) or "asking again" in caplog.text)
+        assert store.get(job.id).owner == owner
+        clock.now += 1
+        until(lambda: engines.end_if_gone(job) or store.get(job.id).owner is None)
+        engines.close()
+        ended = store.get(job.id)
+    told = ended.outcome if is_cancelled else ended.last_failure
+    assert ended.state == ("CANCELED" if is_cancelled else "RUNNING")
+    assert told is not None and words in str(told.reason)
 
 
 def test_a_submission_that_failed_is_asked_for(engine: Engine) -> None:
