@@ -1,12 +1,16 @@
 """The whole loop with its jobs on an engine, where no folder of the stack is. In the container, the
 job is another user in another root."""
 
+import json
+import os
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.engines import RESOURCES, podman, ray, run_jobs_on, slurm
+from tests.engines import RESOURCES, KillNode, podman, ray, run_jobs_on, slurm
+from tests.integration.test_retrain_processes import told_of_steps
 from tests.stack_fixtures import Workplace, clone, configure, facts, stack_up, workplace_in
 
 __all__ = ["podman", "ray", "slurm"]
@@ -49,13 +53,28 @@ def test_pushes_are_trained_there_and_served_here(workplace: Workplace) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_two_machines_share_a_training(slurm: None, tmp_path: Path) -> None:
-    workplace = workplace_in(tmp_path)
+def test_two_machines_share_a_training(slurm: KillNode, tmp_path: Path) -> None:
+    workplace, alone = workplace_in(tmp_path), tmp_path / "alone"
     configure(workplace)
     run_jobs_on("slurm", workplace, "{ cpus = 1, nodes = 2 }")
     with stack_up(workplace):
         sha = clone(workplace).push({"facts.jsonl": facts(0, 8)})
         job = workplace.wait_for_job(sha)
-        log = (workplace.home / "jobs" / job["id"] / "log.txt").read_text()
+        folder = workplace.home / "jobs" / job["id"]
+        log = (folder / "log.txt").read_text()
         assert job["outcome"]["result"] == "promoted", f"{job}\n{log}\n{workplace.logs()}"
         assert "2 processes train together" in log
+        for node in ("one", "two"):
+            said = Path(os.environ["SLURM_CONF"]).with_name(f"slurmd-{node}.log").read_text()
+            assert "launch task" in said, said
+        # The same job in one process, where there is no release yet.
+        alone.mkdir()
+        spec = json.loads((folder / "spec.json").read_text())
+        spec["settings"] |= {f"{name}_dir": str(alone / name) for name in ("releases", "bases")}
+        (alone / "spec.json").write_text(json.dumps(spec))
+        here = {"JOB_DIR": str(alone), "JOB_ID": "alone", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pipeline.retrain"]
+        workplace.call(command, env={**workplace.users_env, **here})
+    two, one = told_of_steps(folder), told_of_steps(alone)
+    assert len(two) > 5 and [each[:3] for each in two] == [each[:3] for each in one]
+    assert [each[3] for each in two] == pytest.approx([each[3] for each in one], rel=1e-3)

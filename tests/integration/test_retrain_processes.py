@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,21 @@ from jobs.errors import TEMPORARY_FAILURE
 from jobs.outcome import JobOutcome
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job import read_metrics, read_record
+from pipeline.retrain.processes import start
 from tests.jobs_fixtures import until
 from tests.retrain_fixtures import Pipeline, facts, few_anchors, jsonl, tiny_base
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests/training_processes_program.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def told_of_steps(job_dir: Path) -> list[tuple[str, int | None, int | None, float | None]]:
+    """The event, tokens, right answers and loss of each step and measurement."""
+    metrics, _ = read_metrics(job_dir / "metrics.jsonl")
+    # The end of a pass, which has no loss, may be told again after a restart.
+    measured = [each for each in metrics if each.loss is not None]
+    return [(each.event, each.tokens, each.right, each.loss) for each in measured]
 
 
 def trained(folder: Path, lora_rank: int, *launcher: str) -> tuple[list[Any], dict[str, Any], int]:
@@ -32,13 +42,27 @@ def trained(folder: Path, lora_rank: int, *launcher: str) -> tuple[list[Any], di
         ended = subprocess.run([*command, "9"], env=environ, check=False, timeout=200)
         assert ended.returncode == 1
     subprocess.run(command, env=environ, check=True, timeout=200)
-    metrics, _ = read_metrics(folder / "metrics.jsonl")
     weights = torch.load(folder / "checkpoints/best.pt")["weights"]
     number = max(folder.glob("parameters-*")).read_text()
-    # The end of a pass, which has no loss, may be told again after a restart.
-    measured = [each for each in metrics if each.loss is not None]
-    told = [(each.event, each.tokens, each.right, each.loss) for each in measured]
-    return told, weights, int(number)
+    return told_of_steps(folder), weights, int(number)
+
+
+@pytest.mark.parametrize(("cpus", "code", "ended"), [("8", 1, 1), (None, 3, TEMPORARY_FAILURE)])
+def test_on_several_machines_srun_starts_it_with_the_cpus_that_sbatch_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: str | None, code: int, ended: int
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(f'#!/bin/sh\necho "$MASTER_ADDR $*" >$0.called; exit {code}\n')
+    srun.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    if cpus is not None:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
+    assert start(4, 2) == ended
+    words = (tmp_path / "srun.called").read_text().split()
+    assert words[0] == socket.gethostname() and words[-3:] == ["pipeline.retrain", "4", "2"]
+    assert {"--nodes=4", "--ntasks-per-node=1"} <= set(words)
+    assert [each for each in words if "cpus" in each] == [f"--cpus-per-task={cpus}"] * bool(cpus)
 
 
 @pytest.mark.slow
