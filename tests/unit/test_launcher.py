@@ -11,6 +11,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
 
 from jobs import launcher
 from jobs.attempt import GIVE_UP_SECONDS, record_result
@@ -27,6 +28,7 @@ from tests.jobs_fixtures import Clock, claim, clock, until
 
 __all__ = ["clock"]
 
+DOCS = Path(__file__).parents[2] / "docs"
 NAME = "hotpush-j000012-1"
 TICKET = "ticket-of-this-attempt"
 ENVIRONMENT = {"JOB_URL": "http://hub:8070/api/jobs/j000012", "JOB_TICKET": TICKET}
@@ -172,8 +174,15 @@ def test_the_manifest_is_a_job_of_kubernetes(
         kubernetes_validate.validate(manifest, "1.35", strict=True)
 
 
+def test_the_deployment_of_the_docs_is_one_of_kubernetes() -> None:
+    manifests = [*yaml.safe_load_all((DOCS / "followers.yaml").read_text())]
+    assert [each["kind"] for each in manifests] == ["Deployment", "Service"]
+    for each in manifests:
+        kubernetes_validate.validate(each, "1.35", strict=True)
+
+
 def test_the_launcher_of_the_docs(engine: Engine) -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
+    docs = (DOCS / "cluster.md").read_text(encoding="utf-8")
     (written,) = re.findall(r"^\[launchers\.lsf\]\n.*?(?=^```)", docs, re.M | re.S)
     keys = tomllib.loads(written)["launchers"]["lsf"]
     absent = (1, f"Job <{NAME}> is not found")
