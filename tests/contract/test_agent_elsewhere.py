@@ -350,6 +350,7 @@ def test_a_release_whose_swap_was_deferred_is_served_after_the_next_attempt(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_preempted_training_goes_on_elsewhere(tmp_path: Path) -> None:
     store, anchors = tmp_path / "store", few_anchors(tmp_path)
     train = {"max_tokens": 3_000, "tokens_per_step": 128, "checkpoint_seconds": 1e-9}
@@ -363,11 +364,11 @@ def test_a_preempted_training_goes_on_elsewhere(tmp_path: Path) -> None:
         commit = site.hub.api.upload_file(**pushed, repo_type="dataset")
         spec = pipeline.spec(commit.oid).model_copy(update={"launcher": "shell"})
         job = site.store.submit(spec)
-        until(lambda: list(store.rglob("checkpoint.json")), 120)
+        until(lambda: list(store.rglob("checkpoint.json")), 240)
         handle = site.store.get(job.id).handle
         assert handle is not None
         os.kill(int(handle.split()[1]), signal.SIGKILL)
-        ended = site.ended(job, 120)
+        ended = site.ended(job, 240)
     log = site.log(job).read_text()
     assert ended.outcome is not None and ended.outcome.result == "published", log
     assert ended.attempt == 2
