@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jobs.process import identify
-from pipeline.doctor.checks import RESTART, check_other_hubs
+from pipeline.doctor.checks import check_other_hubs
 from pipeline.doctor.facts import Facts
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
-from pipeline.stack.record import StackRecord
+from pipeline.stack.record import StackRecord, restart
 from pipeline.stack.subscriptions import (
     hub_credentials,
     subscribe_at_other_hubs,
@@ -146,7 +146,7 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     record = StackRecord(process=me, started_at=0.0, is_ready=True, children=())
     home.stack_file.write_text(record.model_dump_json())
     missing = f"no webhook at {elsewhere.url} reports pushes to ada/answers"
-    assert found() == [("wrong", missing, RESTART)]
+    assert found() == [("wrong", missing, restart(home))]
 
     (line,) = subscribe_at_other_hubs(settings, home, tokens)
     (ours,) = [each for each in elsewhere.api.list_webhooks() if each.id in line]
