@@ -36,6 +36,7 @@ from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import RETRAINING
 from pipeline.settings import SETTINGS_COPY, PipelineSettings, Settings
 from serving.errors import ReleaseError
+from serving.weights.atomic_file import REPLACING
 from serving.weights.release_store import load_release, release_ids
 
 logger = logging.getLogger(__name__)
@@ -352,10 +353,12 @@ def _job_of(release: Path) -> str | None:
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:
     """Remove files that only a running job needs. Call this when the job has ended. If the job is a
     built-in retraining, this function removes the job's checkpoints, because only another attempt
-    of the job would need them, also those in `checkpoint_url`. If the user's own trainer wrote a
-    folder `checkpoints`, this folder stays."""
+    of the job would need them, also those in `checkpoint_url`, and records that were never
+    completed. If the user's own trainer wrote a folder `checkpoints`, this folder stays."""
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
+        for abandoned in job_dir.glob(f"{REPLACING}*"):  # by an attempt that was killed
+            abandoned.unlink(missing_ok=True)
         if url := job.spec.settings.get("train", {}).get("checkpoint_url"):
             checkpoint_store.remove(f"{url}/{job.id}")
 

@@ -357,7 +357,9 @@ def test_a_preempted_training_goes_on_elsewhere(tmp_path: Path) -> None:
     train |= {"anchors": anchors, "lora_rank": 0, "checkpoint_url": f"file://{store}"}
     gate = {"min_learned": 0.0, "max_base_drift": 1.0}
     pipeline = Pipeline(tmp_path, base_model=tiny_base(tmp_path), train=train, gate=gate)
-    with site_in(tmp_path, of_stack(tmp_path, "facts")) as site, site.running():
+    dirs = {"facts": pipeline.dir}
+    elsewhere = of_stack(tmp_path, "facts")
+    with site_in(tmp_path, elsewhere, pipeline_dirs=dirs) as site, site.running():
         site.hub.api.create_repo(DATASET, repo_type="dataset")
         rows = jsonl(facts()).encode()
         pushed = {"path_or_fileobj": rows, "path_in_repo": "a.jsonl", "repo_id": DATASET}

@@ -156,6 +156,7 @@ def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path:
     (tmp_path / "store" / job.id / "training").mkdir(parents=True)
     (tmp_path / "store" / "another").mkdir()
     (folder / "outcome.json").touch()
+    (folder / ".replacing-1234").touch()
     remove_unneeded_files(job, folder)
     assert [path.name for path in folder.iterdir()] == ["outcome.json"]
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["another"]
