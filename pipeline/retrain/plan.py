@@ -320,9 +320,7 @@ def _beginning(sequence: TokenSequence, num_tokens: int) -> TokenSequence:
 
 
 def usual_wordings(settings: RetrainSettings) -> int:
-    if settings.train.wordings is not None:
-        return settings.train.wordings
-    if settings.paraphrase is not None:
+    if settings.paraphrase is not None and settings.train.wordings is None:
         return settings.paraphrase.count - 1  # the last one is held back
     return usual_made_up(settings)
 

@@ -125,8 +125,8 @@ def _end(hub: HubOf, job: Job, finish: Finish) -> Job:
             raise BadRequest(f"A job must not write {name!r}.")
         write_by_rename(folder / name, text)
     outcome = finish.outcome
-    may_promote = outcome is not None and outcome.result in ("published", "unchanged")
-    if outcome is not None and may_promote and job.spec.pipeline is not None:
+    may_promote = job.spec.pipeline is not None
+    if may_promote and outcome is not None and outcome.result in ("published", "unchanged"):
         branch = branch_of(job.id, job.attempt)
         outcome = hub.elsewhere.take(
             job, outcome, lambda name: take_release(hub.releases, pipeline=name, revision=branch)
