@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from fastapi import FastAPI
@@ -171,10 +171,18 @@ def echo_app(
 
 
 @contextlib.contextmanager
-def running(app: FastAPI, limits: Limits | None = None) -> Iterator[str]:
-    """A real server on a free port, for the block; its URL."""
+def running(
+    app: FastAPI, limits: Limits | None = None, loop: Literal["auto", "asyncio"] = "auto"
+) -> Iterator[str]:
+    """A real server on a free port, for the block; its URL.
+
+    loop: a server that follows must use asyncio, because it starts processes, as the test's hub
+    does: two loops of uvloop in one process refuse to start one at the same time, and then never
+    close.
+    """
     listener = bind(ServingSettings(port=0))
     server = Server(app, shutdown_seconds=10, limits=limits, lifespan="on")
+    server.config.loop = loop
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -252,7 +252,7 @@ def test_a_follower_looks_when_it_is_told_and_swaps_when_it_is_its_turn(
     def listed() -> dict[str, Any]:
         return {each["name"]: each for each in hub.request("GET", listing).json()}
 
-    with running(echo_app(tmp_path / "followed", follower=follower)) as url:
+    with running(echo_app(tmp_path / "followed", follower=follower), loop="asyncio") as url:
         wait_until(lambda: "here:1" in listed())
         assert wire.num_turns == 0, "it answered nothing before"
         wrong = {"X-Webhook-Secret": "wrong"}
@@ -280,7 +280,7 @@ def test_a_follower_whose_swap_takes_long_keeps_its_turn(
     push(hub, tmp_path / "made" / first)
     follower = Follower(source=source(hub), seconds=0.05, secret="s", name="a", url="http://a")
     engine = SlowEngine()
-    with running(echo_app(tmp_path / "followed", engine, follower=follower)) as url:
+    with running(echo_app(tmp_path / "followed", engine, follower=follower), loop="asyncio") as url:
         wait_until(lambda: answers(url) == first)
         engine.go_on.clear()
         push(hub, tmp_path / "made" / second)
@@ -361,10 +361,10 @@ def test_while_the_hub_is_away_what_was_fetched_is_served(
     with running_hub(tmp_path / "hub") as hub:
         hub.api.create_repo(REPO)
         push(hub, tmp_path / "made" / release)
-        with running(app()) as url:
+        with running(app(), loop="asyncio") as url:
             wait_until(lambda: answers(url) == release)
     looks.clear()
-    with running(app()) as url:
+    with running(app(), loop="asyncio") as url:
         wait_until(lambda: len(looks) > 2)
         assert answers(url) == release
     assert caplog.text.count("does not answer") == 1, "it is not said at each look"

@@ -73,7 +73,7 @@ def test_clients_see_neither_a_swap_nor_a_stop_of_a_follower(tmp_path: Path) -> 
             follower = Follower(source=source(hub), seconds=0.2, secret="s", name=name, url=name)
             stops.append(stack.enter_context(ExitStack()))
             app = echo_app(tmp_path / name, follower=follower)
-            urls.append(stops[-1].enter_context(running(app)))
+            urls.append(stops[-1].enter_context(running(app, loop="asyncio")))
 
         def serve(release: str) -> bool:
             told = [httpx.get(f"{url}/health").json() for url in urls]
