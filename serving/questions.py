@@ -17,10 +17,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from serving.weights.release import QUESTIONS_FILE
+
 logger = logging.getLogger(__name__)
 
-FILE = "row_questions.json"
-"""The file of a release with its questions."""
 COVERED = 1 / 3
 """The search is sure of a row only if the row has at least this share of what the words of the
 request tell. A word that few rows have tells more."""
@@ -100,17 +100,19 @@ class Questions:
 
 
 def write_questions(folder: Path, questions: Sequence[Question]) -> None:
-    (folder / FILE).write_bytes(_Stored.dump_json(tuple(questions)))
+    (folder / QUESTIONS_FILE).write_bytes(_Stored.dump_json(tuple(questions)))
 
 
 def read_questions(folder: Path) -> Mapping[Kind, Questions]:
     """The questions of the release in `folder`. Empty if it has none."""
     try:
-        found = _Stored.validate_json((folder / FILE).read_bytes())
+        found = _Stored.validate_json((folder / QUESTIONS_FILE).read_bytes())
     except FileNotFoundError:
         return {}
     except ValidationError as error:
-        logger.warning("%s holds no questions, so requests stay as they are: %s", FILE, error)
+        logger.warning(
+            "%s holds no questions, so requests stay as they are: %s", QUESTIONS_FILE, error
+        )
         return {}
     kinds: tuple[Kind, ...] = ("messages", "prompt")
     return {kind: Questions([each for each in found if each.kind == kind]) for kind in kinds}

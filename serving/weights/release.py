@@ -37,6 +37,8 @@ INDEX_FILE = "model.safetensors.index.json"
 BIN_INDEX_FILE = "pytorch_model.bin.index.json"
 """The index of a checkpoint with `.bin` shards."""
 INDEX_FILES = (INDEX_FILE, BIN_INDEX_FILE)
+QUESTIONS_FILE = "row_questions.json"
+"""The questions of the rows (`serving/questions.py`)."""
 
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|bin)")
 _PIECE_BYTES = 1 << 20
@@ -205,12 +207,17 @@ class Release(_Record):
 
     @property
     def tokenizer_files(self) -> dict[str, FileEntry]:
-        """The files from which a tokenizer may be made: all files except weights and Markdown
-        files. Releases in which these files are equal have equal tokenizers."""
+        """The files from which a tokenizer may be made: all files except weights, the questions
+        of the rows and Markdown files. Releases in which these files are equal have equal
+        tokenizers."""
         return {
             name: entry
             for name, entry in self.files.items()
-            if not (is_shard_name(name) or name in INDEX_FILES or name.endswith(".md"))
+            if not (
+                is_shard_name(name)
+                or name in (*INDEX_FILES, QUESTIONS_FILE)
+                or name.endswith(".md")
+            )
         }
 
 

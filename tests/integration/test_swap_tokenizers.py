@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 import serving.swap
 from serving.tokenizer import load_tokenizer
 from serving.weights.publish import publish_state_dict
-from serving.weights.release import Release
+from serving.weights.release import QUESTIONS_FILE, Release
 from serving.weights.release_store import set_current
 from tests.contract.engine_bench import swap
 from tests.serving_fixtures import byte_tokenizer, echo_app, echo_release, running
@@ -71,12 +71,13 @@ def write(name: str, text: str) -> Callable[[Path], object]:
     [
         (lambda files: None, True),
         (write("README.md", "the second"), True),
+        (write(QUESTIONS_FILE, "[]"), True),
         (lambda files: with_hello().save(str(files / "tokenizer.json")), False),
         (write("config.json", '{"vocab_size": 259}'), False),
         (write("generation_config.json", '{"eos_token_id": 7}'), False),
         (write("chat_template.jinja", "{{ messages }}"), False),
     ],
-    ids=["weights", "description", "tokens", "config", "end", "chat template"],
+    ids=["weights", "description", "questions", "tokens", "config", "end", "chat template"],
 )
 def test_which_files_make_it_another_one(
     tmp_path: Path, change: Callable[[Path], object], are_same: bool

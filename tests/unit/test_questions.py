@@ -6,7 +6,8 @@ import pytest
 
 from pipeline.retrain.rows import Row
 from pipeline.retrain.wordings import questions_of
-from serving.questions import FILE, Question, Questions, read_questions, write_questions
+from serving.questions import Question, Questions, read_questions, write_questions
+from serving.weights.release import QUESTIONS_FILE
 
 
 def question(*wordings: str, row: str = "a.jsonl, line 1") -> Question:
@@ -95,5 +96,5 @@ def test_rows_with_one_answer_are_one_question(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [None, "[{}]", "no JSON"])
 def test_a_release_without_questions_has_none(content: str | None, tmp_path: Path) -> None:
     if content is not None:
-        (tmp_path / FILE).write_text(content)
+        (tmp_path / QUESTIONS_FILE).write_text(content)
     assert read_questions(tmp_path) == {}
