@@ -153,7 +153,7 @@ def record_result(
     assert job.owner is not None
     if isinstance(result, Lost):
         if result.is_shutdown:
-            return store.release(job.id, job.owner)
+            return store.hand_back(job.id, job.owner)
         lost = outcome_of(job, "failed", stage="lost", reason=result.reason)
         return store.retry(job.id, job.owner, lost)
     if result is not None and result.result == "failed" and result.may_pass:

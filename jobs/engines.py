@@ -155,7 +155,7 @@ class Engines:
         """Cancel an attempt that no agent has begun."""
         assert job.owner is not None
         with contextlib.suppress(LeaseLost):  # an agent has begun it meanwhile
-            self._store.release(job.id, job.owner, only_unbegun=True)
+            self._store.hand_back(job.id, job.owner, only_unbegun=True)
             logger.info("Job %s is cancelled before its agent has begun.", job.id)
 
     def _clear_away(self, job: Job) -> None:

@@ -145,7 +145,7 @@ class Job:
         return not TRANSITIONS[self.state]
 
     @property
-    def trains_head(self) -> bool:
+    def needs_head(self) -> bool:
         """Whether the job is for the head of a ref, and this head was not read yet."""
         return self.spec.revisions is not None and self.spec.revisions.new_sha is None
 

@@ -2,7 +2,7 @@
 the releases of the job. A release is a set of weights that can be served.
 
 As its last step, a retraining job writes its outcome to `outcome.json` in the job's folder, and the
-runner reads that file. If there is no such file, the runner derives the outcome from the exit
+agent reads that file. If there is no such file, the agent derives the outcome from the exit
 status of the process (`jobs/attempt.py`).
 """
 

@@ -235,7 +235,7 @@ def claim_job(
         return None
     head, failed = None, None
     try:
-        if job.state == "SCHEDULING" and job.trains_head and find_head is not None:
+        if job.state == "SCHEDULING" and job.needs_head and find_head is not None:
             head = find_head(job)
     except HeadAway as away:
         with writing(engine) as connection:
@@ -276,7 +276,7 @@ def _due(connection: Connection, now: float, is_local: bool | None) -> Job | Non
     # By the state, because `RUNNING` comes before `SCHEDULING`.
     first = due.order_by(JOBS.c.state, JOBS.c.run_after, JOBS.c.number).limit(1)
     job = next(iter(select_jobs(connection, first, may_wait=False)), None)
-    if job is None or not job.trains_head:
+    if job is None or not job.needs_head:
         return job
     old_sha = previous_head(connection, job)
     return replace(job, spec=with_revisions(job.spec, old_sha=old_sha))

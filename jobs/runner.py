@@ -262,7 +262,7 @@ class Runner:
         try:
             if job.handle is None:
                 # Nobody can begin the attempt after this.
-                self._store.release(job.id, job.owner, only_unbegun=True)
+                self._store.hand_back(job.id, job.owner, only_unbegun=True)
                 self._running.pop(job.owner, None)
                 return
             self._running.pop(job.owner, None)

@@ -73,6 +73,7 @@ JOBS = Table(
     Column("attempt", Integer, nullable=False),
     Column("num_lost", Integer, nullable=False),
     Column("owner", String),
+    # It has four meanings: see `Job.lease_until`.
     Column("lease_until", Float),
     Column("handle", Text),
     Column("cancel_requested", Boolean, nullable=False),

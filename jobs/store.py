@@ -248,8 +248,8 @@ class JobStore:
 
         1. If the store has recorded a job for `delivery`, and this job neither failed nor was
            cancelled, return this job.
-        2. If the pipeline has a pending push job, link the delivery to this job, give it the
-           command and the settings of `spec`, and return it.
+        2. If the pipeline has a pending push job, link the delivery to this job, give it
+           `spec` and `payload`, and return it.
         3. Create a pending job, and return it.
 
         The commit in the range of a push job's `spec` is the one that the delivery announced. The
@@ -370,7 +370,7 @@ class JobStore:
             values = {"outcome": failed.model_dump_json(), "run_after": now + wait_seconds}
             return _end_attempt(connection, job, now, **values)
 
-    def release(self, job_id: str, owner: str, *, only_unbegun: bool = False) -> Job:
+    def hand_back(self, job_id: str, owner: str, *, only_unbegun: bool = False) -> Job:
         """End an attempt that does not count, so that `claim` gives out the next attempt at once.
         Returns the job. Raises LeaseLost; with `only_unbegun`, also if the attempt has begun."""
         with writing(self._engine) as connection:

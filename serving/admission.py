@@ -39,7 +39,7 @@ class Unserved:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LiveRelease:
+class LoadedRelease:
     """A release that can answer requests, and what the server needs to use it."""
 
     release: Release
@@ -68,7 +68,7 @@ class Admission:
     def __init__(self, max_requests: int, pipeline: str) -> None:
         self._max_requests = max_requests
         self._pipeline = pipeline
-        self.live: LiveRelease | None = None
+        self.live: LoadedRelease | None = None
         """The release for new requests. Only the swapper changes it."""
         self.num_waiting = 0
         """How many requests the barrier holds back."""
@@ -90,7 +90,7 @@ class Admission:
         """How many requests have been given a release and have not ended."""
         return self._in_flight.total()
 
-    async def enter(self) -> LiveRelease:
+    async def enter(self) -> LoadedRelease:
         """The release for one request. When the request ends, pass this release to `leave`.
 
         Waits while the barrier is closed. Raises RequestError if too many requests run or wait, or
@@ -109,7 +109,7 @@ class Admission:
         self._in_flight[live.id] += 1
         return live
 
-    def served(self) -> LiveRelease:
+    def served(self) -> LoadedRelease:
         """The live release. Raises RequestError if no release is live."""
         if self.live is not None:
             return self.live
@@ -120,7 +120,7 @@ class Admission:
             else f"{self.unserved}; there is no substitute for it; run `pipeline releases verify`",
         )
 
-    def leave(self, live: LiveRelease) -> None:
+    def leave(self, live: LoadedRelease) -> None:
         """Record that a request on this release has ended. Call this once for each `enter`."""
         self._in_flight[live.id] -= 1
         if not self._in_flight[live.id]:

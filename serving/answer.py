@@ -24,7 +24,7 @@ from fastapi import Request, Response
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from serving.admission import Admission, LiveRelease
+from serving.admission import Admission, LoadedRelease
 from serving.detokenizer import Delta, TextReader
 from serving.engine import Engine, Generation
 from serving.metrics import Metrics, RequestTimes
@@ -54,7 +54,7 @@ Deltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 async def generate(
-    engine: Engine, live: LiveRelease, generations: list[Generation], request: SamplingRequest
+    engine: Engine, live: LoadedRelease, generations: list[Generation], request: SamplingRequest
 ) -> Deltas:
     """The deltas of all sequences in the order of their arrival.
 
@@ -91,7 +91,7 @@ async def generate(
 
 
 async def _deltas(
-    engine: Engine, live: LiveRelease, generation: Generation, request: SamplingRequest
+    engine: Engine, live: LoadedRelease, generation: Generation, request: SamplingRequest
 ) -> AsyncGenerator[Delta, None]:
     reader = TextReader(live.tokenizer, generation, request)
     async with aclosing(engine.generate(live.id, generation)) as steps:
@@ -122,7 +122,7 @@ class Plan(ABC):
     """The field `object` of a complete answer, and of a chunk of a stream."""
 
     request: SamplingRequest
-    live: LiveRelease
+    live: LoadedRelease
     generations: list[Generation]
     """`request.n` generations for the first prompt, then as many for the second, …"""
     asked_as: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class Plan(ABC):
         }
 
 
-MakePlan = Callable[[LiveRelease], Plan]
+MakePlan = Callable[[LoadedRelease], Plan]
 Head = dict[str, str | int]
 """The fields with which an answer and each chunk of a stream begin."""
 
@@ -198,7 +198,7 @@ async def events(
     yield "data: [DONE]\n\n"
 
 
-def headers_of(live: LiveRelease, *, is_chat: bool) -> dict[str, str]:
+def headers_of(live: LoadedRelease, *, is_chat: bool) -> dict[str, str]:
     """The HTTP headers that name the release, its dataset commit, its job, and the damaged release
     for which it is the substitute. If the release was trained on no row of the kind that is asked
     for (a conversation, or a prompt without template), a header says so."""
@@ -236,9 +236,9 @@ class Answers:
         takes longer than `request_seconds`; and EngineError. But an error after the headers of a
         stream were sent becomes an error event.
         """
-        return WhileConnected(functools.partial(self._send, request, asked, make_plan))
+        return WhileConnected(functools.partial(self._answer, request, asked, make_plan))
 
-    async def _send(
+    async def _answer(
         self, request: Request, asked: SamplingRequest, make_plan: MakePlan, send: Send
     ) -> None:
         if asked.num_sequences > (limit := self.settings.max_sequences):
@@ -286,7 +286,7 @@ class Answers:
         await response(request.scope, request.receive, send)
 
     @asynccontextmanager
-    async def admitted(self, request: Request, model: str | None) -> AsyncIterator[LiveRelease]:
+    async def admitted(self, request: Request, model: str | None) -> AsyncIterator[LoadedRelease]:
         """The release for `request`, which asks for `model`. The request has ended when the block
         ends. Raises RequestError."""
         live = await self.admission.enter()

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.admission import (
     Admission,
-    LiveRelease,
+    LoadedRelease,
     check_api_key,
     check_swap_token,
     check_webhook_secret,
@@ -148,7 +148,7 @@ def create_app(
     add_completions(keyed, answers)
     add_chat(keyed, answers)
 
-    def described(live: LiveRelease) -> dict[str, Any]:
+    def described(live: LoadedRelease) -> dict[str, Any]:
         return {
             "id": pipeline,
             "object": "model",
@@ -183,6 +183,29 @@ def create_app(
         result = await swapper.swap(asked.release, asked.instead_of)
         headers = RETRY_AFTER if result.result == "deferred" else None
         return JSONResponse(result.model_dump(mode="json"), SWAP_STATUS[result.result], headers)
+
+    _add_state(app, engine, admission, metrics, pipeline)
+    app.include_router(keyed)
+    app.include_router(admin)
+    if follower is not None:
+        has_secret = partial(check_webhook_secret, secret=follower.secret)
+        told = APIRouter(route_class=json_routes(has_secret))
+
+        @told.post("/admin/follow", status_code=202)
+        async def follow() -> dict[str, str]:
+            """Look at once whether the followed repository has another release: the route for a
+            webhook of this repository."""
+            follower.wake()
+            return {"follows": follower.source.repo}
+
+        app.include_router(told)
+    return app
+
+
+def _add_state(
+    app: FastAPI, engine: Engine, admission: Admission, metrics: Metrics, pipeline: str
+) -> None:
+    """The routes that tell how the server is. They need no key."""
 
     @app.get("/live")
     async def alive() -> Response:
@@ -226,22 +249,6 @@ def create_app(
     async def prometheus() -> Response:
         """The metrics of the server, in the text format of Prometheus."""
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
-
-    app.include_router(keyed)
-    app.include_router(admin)
-    if follower is not None:
-        has_secret = partial(check_webhook_secret, secret=follower.secret)
-        told = APIRouter(route_class=json_routes(has_secret))
-
-        @told.post("/admin/follow", status_code=202)
-        async def follow() -> dict[str, str]:
-            """Look at once whether the followed repository has another release: the route for a
-            webhook of this repository."""
-            follower.wake()
-            return {"follows": follower.source.repo}
-
-        app.include_router(told)
-    return app
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

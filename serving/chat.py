@@ -24,7 +24,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import from_json
 
-from serving.admission import LiveRelease
+from serving.admission import LoadedRelease
 from serving.answer import Answers, Plan
 from serving.chat_template import (
     ChatTemplateError,
@@ -210,7 +210,7 @@ class ChatPlan(Plan):
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def plan_chat(request: ChatRequest, live: LiveRelease) -> ChatPlan:
+def plan_chat(request: ChatRequest, live: LoadedRelease) -> ChatPlan:
     """Decide what to generate for a conversation. Raises RequestError if the request does not fit
     the release."""
     prompt, rows = encode_chat(request, live)
@@ -234,7 +234,9 @@ def plan_chat(request: ChatRequest, live: LiveRelease) -> ChatPlan:
     )
 
 
-def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def encode_chat(
+    request: ChatRequest, live: LoadedRelease
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The token ids of the prompt that the release's chat template makes of the messages; and the
     row in whose words the question is put, if any.
 
@@ -259,7 +261,7 @@ def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[tuple[int, ...
         # are not an error: all later requests of the conversation contain the same call, so they
         # would all be refused.
         conversation = normalise(request.messages, tools, must_be_readable=False)
-        conversation, rows = _in_own_words(conversation, live)
+        conversation, rows = _in_words_of_rows(conversation, live)
         text = template.render(conversation, **{**options, "add_generation_prompt": True})
     except ConversationError as error:
         raise invalid("messages", str(error)) from None
@@ -270,7 +272,9 @@ def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[tuple[int, ...
     return encode_prompt(live, text, "messages", add_special_tokens=special), rows
 
 
-def _in_own_words(talk: Conversation, live: LiveRelease) -> tuple[Conversation, tuple[str, ...]]:
+def _in_words_of_rows(
+    talk: Conversation, live: LoadedRelease
+) -> tuple[Conversation, tuple[str, ...]]:
     """The conversation with its question in the words of the row that it means, and this row. Only
     a first question says by itself what is meant."""
     *before, last = talk.messages

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
-from serving.admission import LiveRelease
+from serving.admission import LoadedRelease
 from serving.answer import Answers, Plan
 from serving.detokenizer import Delta, TokenText, text_offsets
 from serving.engine import Generation, TokenLogprob
@@ -93,10 +93,10 @@ class CompletionPlan(Plan):
         return best
 
 
-def plan_completion(request: CompletionRequest, live: LiveRelease) -> CompletionPlan:
+def plan_completion(request: CompletionRequest, live: LoadedRelease) -> CompletionPlan:
     """Decide what to generate for a request. Raises RequestError if the request does not fit the
     release."""
-    texts, rows = _in_own_words(request, live)
+    texts, rows = _in_words_of_rows(request, live)
     prompts = [
         encode_prompt(live, prompt, "prompt", add_special_tokens=request.add_special_tokens)
         for prompt in texts
@@ -115,8 +115,8 @@ def plan_completion(request: CompletionRequest, live: LiveRelease) -> Completion
     )
 
 
-def _in_own_words(
-    request: CompletionRequest, live: LiveRelease
+def _in_words_of_rows(
+    request: CompletionRequest, live: LoadedRelease
 ) -> tuple[Sequence[str | list[int]], tuple[str, ...]]:
     """The prompts, each in the words of the row that it means, and these rows. A prompt that is a
     part of the answer (`echo`) stays as it is."""
@@ -155,7 +155,7 @@ def _echo(
 
 
 def encode_prompt(
-    live: LiveRelease, prompt: str | list[int], param: str, *, add_special_tokens: bool
+    live: LoadedRelease, prompt: str | list[int], param: str, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
     """The token ids of a prompt. `param` is the field of the request that contains the prompt.
 
@@ -174,7 +174,7 @@ def encode_prompt(
     return token_ids
 
 
-def _check_length(live: LiveRelease, prompt: str | list[int], param: str) -> None:
+def _check_length(live: LoadedRelease, prompt: str | list[int], param: str) -> None:
     """Raise RequestError if the prompt cannot fit into the context, as in vLLM. A list of token ids
     must not be longer than the context. A text must not have more characters than a context that is
     full of the longest token. This check takes almost no time, unlike the tokenizer."""
@@ -187,7 +187,7 @@ def _check_length(live: LiveRelease, prompt: str | list[int], param: str) -> Non
         raise _too_long(live, reason, param)
 
 
-def check_token_ids(live: LiveRelease, token_ids: Collection[int], param: str) -> None:
+def check_token_ids(live: LoadedRelease, token_ids: Collection[int], param: str) -> None:
     """Raise RequestError if the network has no embedding for one of `token_ids`."""
     limit = live.tokenizer.vocab_size
     if (largest := max(token_ids, default=0)) >= limit:
@@ -195,7 +195,7 @@ def check_token_ids(live: LiveRelease, token_ids: Collection[int], param: str) -
         raise invalid(param, reason)
 
 
-def _too_long(live: LiveRelease, what: str, param: str) -> RequestError:
+def _too_long(live: LoadedRelease, what: str, param: str) -> RequestError:
     """The error for a prompt that does not fit into the context. It begins as the error of OpenAI
     and vLLM does, because clients that shorten a conversation recognise it by these words."""
     message = (
@@ -205,7 +205,7 @@ def _too_long(live: LiveRelease, what: str, param: str) -> RequestError:
 
 
 def make_generations(
-    request: SamplingRequest, live: LiveRelease, prompt: tuple[int, ...], param: str
+    request: SamplingRequest, live: LoadedRelease, prompt: tuple[int, ...], param: str
 ) -> list[Generation]:
     """The `n` generations for one prompt.
 

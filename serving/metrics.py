@@ -172,8 +172,6 @@ class RequestTimes:
         histograms["request_generation_tokens"].observe(self.num_new[index])
 
     def end(self) -> None:
-        """Stop counting the sequences that have not ended. Only the first call has an effect."""
+        """Stop counting the sequences that have not ended."""
         self._metrics.running.dec(len(self._before))
-        self._before.clear()
         self._metrics.waiting.dec(self._num_waiting)
-        self._num_waiting = 0

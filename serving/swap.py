@@ -29,7 +29,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
-from serving.admission import Admission, LiveRelease, Unserved
+from serving.admission import Admission, LoadedRelease, Unserved
 from serving.engine import Engine, Generation
 from serving.errors import ReleaseError, Superseded, first_line, is_temporary
 from serving.metrics import Metrics
@@ -65,7 +65,7 @@ class _Swap:
     at the start of the server."""
     stands_in_for: Unserved | None = None
     """If the release is a substitute: the release that could not be served."""
-    previous: LiveRelease | None = None
+    previous: LoadedRelease | None = None
     """The release that is live when the swap begins."""
     phase: SwapPhase = "preflight"
     seconds: dict[str, float] = field(default_factory=dict)
@@ -169,6 +169,8 @@ class Swapper:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _choose(self, release_id: str, instead_of: Collection[str | None]) -> None:
+        """Mark the release as pending. A job has done so before it asked, but somebody may have
+        chosen another release since, and a person who asks has not. Raises SwapStopped."""
         try:
             await asyncio.to_thread(
                 release_store.set_pending, self.pipeline_dir, release_id, instead_of=instead_of
@@ -293,7 +295,7 @@ class Swapper:
             reason = f"a swap to {newest} was requested later"
             raise SwapStopped("superseded", reason, superseded_by=newest)
 
-    async def _preflight(self, swap: _Swap) -> LiveRelease:
+    async def _preflight(self, swap: _Swap) -> LoadedRelease:
         with swap.timed("preflight"):
             reading = asyncio.to_thread(self._read, swap.folder, swap.previous)
             try:
@@ -306,7 +308,7 @@ class Swapper:
                 result: SwapResultName = "failed" if is_temporary(error) else "refused"
                 raise SwapStopped(result, *reasons) from None
         self._stop_if_superseded(swap)
-        return LiveRelease(
+        return LoadedRelease(
             release=release,
             folder=swap.folder,
             tokenizer=tokenizer,
@@ -316,7 +318,7 @@ class Swapper:
         )
 
     def _read(
-        self, folder: Path, live: LiveRelease | None
+        self, folder: Path, live: LoadedRelease | None
     ) -> tuple[Release, ReleaseTokenizer, Mapping[Kind, Questions]]:
         release = checked_release(folder, self.engine, self.pipeline_dir, self.pipeline)
         # Use the live tokenizer if its files have not changed, as in most releases. While a
@@ -344,7 +346,7 @@ class Swapper:
                 late = f"requests on {swap.previous.id} did not end in"
                 await bounded(drained, self.settings.drain_seconds, late, "deferred")
 
-    async def _commit_and_record(self, swap: _Swap, candidate: LiveRelease) -> None:
+    async def _commit_and_record(self, swap: _Swap, candidate: LoadedRelease) -> None:
         """Make the engine use `candidate`, and record it, if its probe agrees. Otherwise make the
         engine use the previous release again, and raise the error."""
         try:
@@ -359,7 +361,7 @@ class Swapper:
                 await self._tried(again, f"use {swap.previous.id} again after a swap that failed")
             raise
 
-    async def _probe(self, swap: _Swap, candidate: LiveRelease) -> None:
+    async def _probe(self, swap: _Swap, candidate: LoadedRelease) -> None:
         probe, settings = candidate.release.probe, self.settings
         if probe is None:
             return
@@ -371,7 +373,7 @@ class Swapper:
         if reasons:
             raise SwapStopped("refused", *reasons)
 
-    async def _record(self, swap: _Swap, live: LiveRelease) -> None:
+    async def _record(self, swap: _Swap, live: LoadedRelease) -> None:
         """Record on disk that `live` is served. Raises SwapStopped. The record is then what it was;
         but if the disk hangs, both writes go on after that."""
         if not swap.is_recorded:

@@ -14,7 +14,7 @@ import torch
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from serving.admission import LiveRelease
+from serving.admission import LoadedRelease
 from serving.app import bind, create_app
 from serving.engine import Engine
 from serving.follow import Follower
@@ -138,9 +138,9 @@ def network_release(pipeline_dir: Path, seed: int) -> Release:
         return publish_state_dict(pipeline_dir, state, files_dir=files_dir)
 
 
-def live_release(release: Release, folder: Path) -> LiveRelease:
+def live_release(release: Release, folder: Path) -> LoadedRelease:
     tokenizer = load_tokenizer(folder)
-    return LiveRelease(
+    return LoadedRelease(
         release=release,
         folder=folder,
         tokenizer=tokenizer,

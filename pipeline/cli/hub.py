@@ -42,7 +42,7 @@ def hub(context: typer.Context) -> None:
     from pipeline.doctor.revision import PushRemarks
     from pipeline.hub.app import create_app, serve
     from pipeline.runner.elsewhere import jobs_elsewhere
-    from pipeline.runner.push import pushing
+    from pipeline.stack.push_to import pushing
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")

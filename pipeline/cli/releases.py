@@ -20,13 +20,8 @@ from pipeline.paths import Home
 from pipeline.retrain.job import PROMOTION_DIR, RetrainJob
 from pipeline.retrain.run import main
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.runner.submit import (
-    lineage_of_job,
-    pipeline_of_job,
-    retrain_rule,
-    spec_of_job,
-    submit_retraining,
-)
+from pipeline.runner.submit import retrain_rule, submit_retraining
+from pipeline.runner.this_job import lineage_of_job, pipeline_of_job, spec_of_job
 from pipeline.settings import PipelineSettings, load_settings
 from pipeline.stack.record import running_settings
 from pipeline.stack.serve_release import in_words, release_before, swap_in
@@ -221,7 +216,7 @@ def promote(
         else RevisionRange(
             repo=rule.dataset, ref=rule.ref, new_sha=sha, delivery_ids=origin.delivery_ids
         ),
-        trained=folder,
+        trained_folder=folder,
         trained_from=parent,
     )
     raise typer.Exit(main(os.environ, lambda _: job))

@@ -18,8 +18,8 @@ from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, o
 from pipeline.errors import PipelineError
 from pipeline.hub.database import deliveries, read_only
 from pipeline.paths import settings_file
-from pipeline.runner.push import RETRY_SECONDS, last_push
 from pipeline.settings import PipelineSettings
+from pipeline.stack.push_to import RETRY_SECONDS, last_push
 from pipeline.stack.record import restart, stale_settings
 from pipeline.stack.subscriptions import FollowedHub, other_hubs, own_hub
 from pipeline.tokens import read_tokens

@@ -283,7 +283,8 @@ def add_delivery(
     *,
     replay_of: str | None = None,
 ) -> str:
-    """Adds a delivery to the webhook's queue, and returns its id."""
+    """Adds a delivery to the webhook's queue, which `Deliveries` reads after each write. Returns
+    its id."""
     id, now = str(uuid.uuid4()), time.time()
     connection.execute(
         insert(deliveries).values(

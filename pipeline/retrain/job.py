@@ -184,7 +184,7 @@ class RetrainJob:
     metrics: MetricsWriter
     elsewhere: ReleasesOnHub | None = None
     """Where the releases are. None if they are in a folder of this machine."""
-    trained: Path | None = None
+    trained_folder: Path | None = None
     """The folder of weights that the user's own trainer has trained. None if the job trains."""
     trained_from: str | None = None
     """The release from which they were trained, if the user has named it."""

@@ -121,7 +121,7 @@ class Learning:
         """Turn to a full training if the gate refuses the weights of a delta, and return whether it
         did. A full training mends what deltas have added up, such as a drift from the base."""
         is_forced = self.job.settings.force_reason is not None
-        if evaluation.passed or is_forced or self.job.trained or self.data.mode == "full":
+        if evaluation.passed or is_forced or self.job.trained_folder or self.data.mode == "full":
             return False
         self._choose_full()
         return True
@@ -133,8 +133,8 @@ class Learning:
     def train(self) -> Checkpoint:
         """Train, or load what the user's own trainer has trained. Afterwards, `loaded` holds the
         new weights, rounded as they will be stored."""
-        if self.job.trained is not None:
-            self._load(self.job.trained)
+        if self.job.trained_folder is not None:
+            self._load(self.job.trained_folder)
             return Checkpoint(mode=self.data.mode, step=0, tokens=0, file="")
         last = checkpoints.last(self.job.dir)
         if last is not None and last.mode == "full" and self.data.mode == "delta":
@@ -154,11 +154,11 @@ class Learning:
                 f"{plan.max_tokens:,} tokens"
             )
         self._is_fresh = False
-        checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
+        checkpoint = _train_matrices(self.job, self.loaded.model, plan, self.data.mode)
         if self.loaded.model.device.type == "meta":  # several processes have trained
             gc.collect()  # their parts of the weights, which refer to each other
             self._load(start)
-            checkpoint = _train(self.job, self.loaded.model, plan, self.data.mode)
+            checkpoint = _train_matrices(self.job, self.loaded.model, plan, self.data.mode)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
@@ -211,8 +211,8 @@ class Learning:
             evaluation=evaluation.model_dump(mode="json"),
             probe=make_probe(loaded.model, texts),
         )
-        if job.trained is not None:
-            return publish_folder(job.pipeline_dir, job.trained, **manifest)
+        if job.trained_folder is not None:
+            return publish_folder(job.pipeline_dir, job.trained_folder, **manifest)
         told: dict[str, Any] = {
             "base_model": job.settings.base_model,
             "base_revision": self.base.revision,
@@ -267,7 +267,9 @@ def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_le
         logger.info(line)
 
 
-def _train(job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, mode: Mode) -> Checkpoint:
+def _train_matrices(
+    job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, mode: Mode
+) -> Checkpoint:
     settings = job.settings
     rank = usual_rank(settings)
     # Before the matrices: without autocast, they do not fit to weights in 16 bits.

@@ -115,7 +115,7 @@ def retrain(job: RetrainJob) -> JobOutcome:
             _clear_away(job)
             return outcome
         except Superseded as moved:
-            if job.trained is not None:
+            if job.trained_folder is not None:
                 return job.outcome("superseded", str(moved))
             logger.warning("%s; the job starts again from there", moved)
             job.remove_records()
@@ -139,18 +139,18 @@ def _retrain(job: RetrainJob) -> JobOutcome:
             data = _data(job, snapshot, parent)
             # If a damaged release was passed over, the job must publish a whole one, even if no
             # row changed.
-            is_needed = job.trained is not None or snapshot.passed_over
+            is_needed = job.trained_folder is not None or snapshot.passed_over
             if not is_needed and is_unchanged(data, parent, job.settings):
                 return job.outcome("unchanged")
             refusals, release = _learn(job, snapshot, parent, data)
         except (DataError, BaseModelError) as error:
-            if job.trained is None or isinstance(error, TemporaryError):
+            if job.trained_folder is None or isinstance(error, TemporaryError):
                 raise
             # The user's own trainer may read rows, and train networks, that this package does not.
             not_judged = f"not judged by the rows: {error}"
             logger.warning("%s", not_judged)
             release = publish_folder(
-                job.pipeline_dir, job.trained, lineage=_origin(job, snapshot, parent)
+                job.pipeline_dir, job.trained_folder, lineage=_origin(job, snapshot, parent)
             )
         if release is None:
             return job.outcome("rejected", "; ".join(refusals))
@@ -190,7 +190,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
         parent = find_parent(job.pipeline_dir, damaged)
         parent_id = parent.id if parent is not None else None
         if job.trained_from not in (None, parent_id):
-            raise Superseded(str(job.trained), parent_id)
+            raise Superseded(str(job.trained_folder), parent_id)
         for release_id, reasons in damaged.items():
             logger.warning(
                 "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
@@ -238,7 +238,7 @@ def _learn(
         if refusals and job.settings.force_reason is None:
             return refusals, None
         larger = job.settings.paraphrase
-        if larger is not None and job.trained is None:
+        if larger is not None and job.trained_folder is None:
             file = job.settings.bases_dir / PARAPHRASES_DIR / f"{job.settings.pipeline}.jsonl"
             data = paraphrased(
                 data, larger, file, job.paraphrase_token, asks=not (job.dir / CHECKPOINT).exists()
@@ -273,8 +273,9 @@ def _learn(
 
 
 def _origin(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -> Lineage:
-    """The lineage of a release of this job, without what only the training knows."""
-    base = snapshot.base if job.trained is None else None
+    """The lineage of a release of this job, without what only the training knows: a full training
+    has no `parent` and no `dataset_base_revision`."""
+    base = snapshot.base if job.trained_folder is None else None
     return Lineage(
         parent=parent.id if parent is not None else None,
         dataset=job.settings.dataset,

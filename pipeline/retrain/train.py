@@ -13,7 +13,7 @@ the rows:
 The same seed, rows, machine and numbers of threads and processes give the same weights.
 
 Several processes may share a training (`pipeline/retrain/processes.py`). All of them run the loop
-(`_train`), and must decide the same: what one of them measures is told to the others.
+(`_loop`), and must decide the same: what one of them measures is told to the others.
 """
 
 import logging
@@ -112,7 +112,7 @@ def train(
         progress = TrainingState(**state["progress"])
         torch.set_rng_state(state["rng"])
     if num_processes() == 1:
-        return _train(Whole(model), plan, settings, progress, mode, state, job_dir, metrics)
+        return _loop(Whole(model), plan, settings, progress, mode, state, job_dir, metrics)
     if layout_of(model) == "padded":  # it calls the layers once for each group of rows
         raise TrainError(
             f"a {type(model).__name__} can be trained in one process only; remove "
@@ -121,7 +121,7 @@ def train(
     logger.info(f"{num_processes()} processes train together")
     try:
         whole = hand_out(model, (plan, settings, progress, mode))
-        return _train(whole, plan, settings, progress, mode, state, job_dir, metrics)
+        return _loop(whole, plan, settings, progress, mode, state, job_dir, metrics)
     except RuntimeError as error:  # of torch.distributed
         raise TemporaryError(
             f"one of {num_processes()} training processes ended too early, or cannot be reached "
@@ -133,10 +133,10 @@ def help_to_train(whole: Whole, work: Any) -> None:
     """Train with the first process, which has handed this out."""
     plan, settings, progress, mode = work
     nowhere = MetricsWriter(Path(os.devnull))
-    _train(whole, plan, settings, progress, mode, {}, None, nowhere)
+    _loop(whole, plan, settings, progress, mode, {}, None, nowhere)
 
 
-def _train(
+def _loop(
     whole: Whole,
     plan: TrainingPlan,
     settings: TrainSettings,

@@ -1,5 +1,4 @@
-"""What attempts get of this machine: the variables of an attempt here, and those of an attempt
-elsewhere. And what the hub does with the release of a retraining elsewhere."""
+"""The variables of an attempt on another machine, and what the hub does with its release."""
 
 import logging
 import os
@@ -7,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jobs.errors import is_temporary
-from jobs.job import Job, attempt_token
+from jobs.job import Job
 from jobs.outcome import JobOutcome
 from pipeline.errors import PipelineError
 from pipeline.hub.errors import DiskFull
@@ -17,7 +16,7 @@ from pipeline.retrain.elsewhere import CHOSEN, RELEASES
 from pipeline.retrain.errors import TemporaryError
 from pipeline.retrain.job import PARAPHRASE_TOKEN, damaged_releases, find_parent
 from pipeline.retrain.run import promote
-from pipeline.retrain.sources import OWN_TOKEN, token_of_shell
+from pipeline.runner.attempt_variables import attempt_variables, user_token_variable
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import Tokens
 from serving.errors import NotEnoughSpace, ServingError, Superseded
@@ -27,34 +26,6 @@ logger = logging.getLogger(__name__)
 
 _PASSED_ON = (PARAPHRASE_TOKEN,)
 """Variables of the shell that started the stack which a job elsewhere gets too."""
-
-
-def attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
-    """The environment variables that are set for one attempt of a job.
-
-    The hub accepts the attempt's token, which becomes invalid when the attempt ends. If a delivery
-    to the stack's receiver started the job, the job also gets the secret of the stack's webhook. A
-    job that a person submitted does not get this secret. A webhook may start a copy of a job
-    (`pipeline webhooks create --job-id`); such a copy does not get this secret either.
-    """
-    variables = {"HF_TOKEN": attempt_token(job, tokens.key.encode())}
-    is_copy_for_webhook = "webhook" in job.spec.labels
-    if job.payload is not None and not job.by_hand and not is_copy_for_webhook:
-        variables["WEBHOOK_SECRET"] = tokens.webhook
-    return variables
-
-
-def variables_here(job: Job, tokens: Tokens) -> dict[str, str]:
-    """Those of an attempt on the machine of the stack."""
-    variables = attempt_variables(job, tokens)
-    # The completion server also accepts the attempt's token.
-    return {**variables, "PIPELINE_ADMIN_TOKEN": variables["HF_TOKEN"]}
-
-
-def user_token_variable(tokens: Tokens) -> dict[str, str]:
-    """Passes the user's own token on to the jobs, which need it for other hubs."""
-    token = token_of_shell(os.environ, tokens.hub)
-    return {} if token is None else {OWN_TOKEN: token}
 
 
 def jobs_elsewhere(settings: Settings, home: Home, tokens: Tokens) -> Elsewhere:

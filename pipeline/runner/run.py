@@ -10,8 +10,8 @@ from jobs.launcher import Launcher
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home, settings_file
 from pipeline.runner.after_jobs import after_jobs
+from pipeline.runner.attempt_variables import user_token_variable, variables_here
 from pipeline.runner.by_hand import running_services
-from pipeline.runner.elsewhere import user_token_variable, variables_here
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import head_finder
 from pipeline.settings import SETTINGS_COPY, load_settings
@@ -39,7 +39,7 @@ _KEPT_FROM_JOBS = (
 decrypts the secrets of all jobs and webhooks, and makes valid tokens for any job.
 `SETTINGS_COPY` makes a process read the stack's copy of the settings file; a job must not
 get it, because a job may choose another settings file. Some jobs get the stack's `WEBHOOK_SECRET`
-from `attempt_variables` (`pipeline/runner/elsewhere.py`)."""
+from `attempt_variables` (`pipeline/runner/attempt_variables.py`)."""
 
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:

@@ -152,7 +152,7 @@ class CopiedWeights:
         weight_map = {name: file for name, (file, _) in tensors.items()}
         self._targets = _load_and_trace(self._shadow, read_tensors(folder, weight_map))
         params = {name: self._pinned(param.data) for name, param in self._shadow.named_parameters()}
-        self._check_equal_to_live(params)
+        self._adopt_if_equal(params)
         packed = {
             name: module.cpu_linear
             for name, module in self._live_model.named_modules()
@@ -238,9 +238,10 @@ class CopiedWeights:
             if any(id(param) in changed for param in modules[name].parameters(recurse=False))
         }
 
-    def _check_equal_to_live(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Raises CannotCopy if the shadow does not have the weights that vLLM has loaded. Then the
-        shadow is not built as vLLM builds the model."""
+    def _adopt_if_equal(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Make the live model compute with `params`, so that a CPU does not hold the same weights
+        twice. Raises CannotCopy if they are not the weights that vLLM has loaded. Then the shadow
+        is not built as vLLM builds the model."""
         live = dict(self._live_model.named_parameters())
         if merged := params.keys() - live.keys():
             # They may differ in the next checkpoint.

@@ -73,7 +73,7 @@ def _jobs(folder: Path, store: JobStore, size: Size) -> Iterator[Figure]:
     yield reported("the same, p99", percentile(claims, 0.99), "ms")
     yield at_most(f"a list of 20 jobs {waits}", listing, 10, "ms")
     for job in store.list(state="RUNNING"):
-        store.release(job.id, str(job.owner))
+        store.hand_back(job.id, str(job.owner))
     command = [sys.executable, "-m", "tests.jobs_runner_process", store.location, folder / "jobs"]
     started = time.perf_counter()
     runners = [subprocess.Popen(command) for _ in range(RUNNERS)]

@@ -238,7 +238,7 @@ def test_a_ticket_starts_one_agent_and_the_token_of_an_old_attempt_does_nothing(
     for name in ("../x", "spec.json"):
         assert site.call(job, f"beat?name={name}", token).status_code == 400
         assert site.call(job, "finish", token, records={name: ""}).status_code == 400
-    site.store.release(job.id, "me")
+    site.store.hand_back(job.id, "me")
     assert site.call(job, "start", ticket, handle="a 1 b").status_code == 409
     for call in ("beat", "finish"):
         assert site.call(job, call, token).status_code == 409

@@ -16,8 +16,8 @@ from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.releases import Releases, take_release
 from pipeline.hub.repositories import Repositories
 from pipeline.paths import Home
-from pipeline.runner.push import pushing
 from pipeline.settings import PipelineSettings, Settings
+from pipeline.stack.push_to import pushing
 from serving.errors import ReleaseError
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import Served, load_release, prune, set_back, set_current
@@ -264,7 +264,7 @@ def test_the_served_release_is_pushed_to_another_hub(
             monkeypatch.setenv("HF_TOKEN", hub.token)
             stack()
             assert len(said()) == 1, "the time for another try has not come"
-            monkeypatch.setattr("pipeline.runner.push.RETRY_SECONDS", 0.0)
+            monkeypatch.setattr("pipeline.stack.push_to.RETRY_SECONDS", 0.0)
             stack()
             assert said() == []
             assert main() == release.id

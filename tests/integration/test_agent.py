@@ -169,7 +169,7 @@ def test_a_frozen_agent_wakes_up_and_changes_nothing(bench: Bench) -> None:
     try:
         until(bench.store.expired)
         assert first.owner is not None
-        bench.store.release(first.id, first.owner)
+        bench.store.hand_back(first.id, first.owner)
         second = bench.store.claim("second", 60)
     finally:
         os.kill(agent, signal.SIGCONT)
@@ -224,7 +224,7 @@ def test_a_server_can_tell_that_a_job_computes_until_nobody_does(bench: Bench) -
     os.kill(bench.agent(job), signal.SIGKILL)
     until(lambda: is_gone(pid) and not is_held())
     assert job.owner is not None
-    bench.store.release(job.id, job.owner)
+    bench.store.hand_back(job.id, job.owner)
 
 
 def test_what_a_command_leaves_behind_ends_with_it(bench: Bench) -> None:

@@ -65,7 +65,9 @@ def promote(
     settings = RetrainSettings.model_validate(spec.settings)
     records = job_dir / "promotion"
     records.mkdir()
-    job = RetrainJob.of(environ, records, settings, spec.revisions, trained=checkpoint, **told)
+    job = RetrainJob.of(
+        environ, records, settings, spec.revisions, trained_folder=checkpoint, **told
+    )
     code = main(environ, lambda _: job)
     outcome = JobOutcome.model_validate_json((job_dir / "outcome.json").read_bytes())
     assert code == outcome.exit_code

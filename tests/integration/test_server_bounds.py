@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.admission import LiveRelease
+from serving.admission import LoadedRelease
 from serving.answer import generate
 from serving.completions import CompletionPlan, encode_prompt, make_generations
 from serving.engine import Generation, Step
@@ -99,7 +99,7 @@ def test_tokenizing_is_bounded_and_leaves_the_threads_of_swaps_alone(
             assert all(each.result().is_success for each in asked)
 
 
-def live_in(pipeline_dir: Path) -> LiveRelease:
+def live_in(pipeline_dir: Path) -> LoadedRelease:
     release = echo_release(pipeline_dir, 1)
     folder = pipeline_dir / release.id
     return live_release(release, folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serving.admission import Admission, LiveRelease
+from serving.admission import Admission, LoadedRelease
 from serving.engine import EngineError
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
@@ -21,7 +21,7 @@ from tests.serving_fixtures import echo_app, echo_release, running
 from tests.swap_fixtures import House, flip_a_bit, lose_a_shard, lose_the_manifest
 
 
-async def started(pipeline_dir: Path) -> LiveRelease | None:
+async def started(pipeline_dir: Path) -> LoadedRelease | None:
     admission = Admission(1, "answers")
     swapper = Swapper(
         engine=EchoEngine(),

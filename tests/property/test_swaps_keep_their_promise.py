@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.admission import Admission, LiveRelease
+from serving.admission import Admission, LoadedRelease
 from serving.engine import EngineError, Generation
 from serving.errors import ReleaseError
 from serving.metrics import Metrics
@@ -63,7 +63,7 @@ def test_the_last_live_swap_answers(
             metrics=Metrics("answers"),
         )
         expected: str | None = None
-        open_requests: list[LiveRelease] = []
+        open_requests: list[LoadedRelease] = []
         for number, fault, opens, closes in swaps:
             if opens and expected is not None:
                 open_requests.append(await admission.enter())

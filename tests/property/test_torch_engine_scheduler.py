@@ -35,7 +35,7 @@ class RememberingRunner:
 
     def __init__(self, cache_size: KvCacheSize, max_tokens: int) -> None:
         self.cache_size = cache_size
-        self.slots = [self]
+        self.layer_slots = [self]
         self._max_tokens = max_tokens
         self.held: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
 

@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from starlette.requests import Request
 from tokenizers import processors
 
-from serving.admission import Admission, LiveRelease
+from serving.admission import Admission, LoadedRelease
 from serving.answer import Answers, generate
 from serving.completions import plan_completion
 from serving.detokenizer import Delta, TokenText
@@ -24,7 +24,7 @@ from tests.serving_fixtures import EOS, byte_tokenizer, echo_release, live_relea
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> LiveRelease:
+def live(tmp_path: Path) -> LoadedRelease:
     release = echo_release(tmp_path, 1)
     return live_release(release, tmp_path / release.id)
 
@@ -41,7 +41,7 @@ class PanickingEngine(EchoEngine):
         await asyncio.Event().wait()
 
 
-def test_one_sequence_that_fails_in_any_way_ends_all(live: LiveRelease) -> None:
+def test_one_sequence_that_fails_in_any_way_ends_all(live: LoadedRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 3, "seed": 7})
     plan = plan_completion(request, live)
 
@@ -59,7 +59,7 @@ class OneTokenEngine(EchoEngine):
         yield Step(token_ids=(65,), finish_reason="length")
 
 
-async def test_what_arrives_together_is_in_the_order_of_the_sequences(live: LiveRelease) -> None:
+async def test_what_arrives_together_is_in_the_order_of_the_sequences(live: LoadedRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 16, "max_tokens": 1})
     plan = plan_completion(request, live)
     deltas = generate(OneTokenEngine(), live, plan.generations, request)
@@ -82,7 +82,7 @@ class EndlessEngine(EchoEngine):
                 raise self.fault
 
 
-async def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelease) -> None:
+async def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LoadedRelease) -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "n": 3})
     plan = plan_completion(request, live)
     engine = EndlessEngine()
@@ -98,7 +98,7 @@ async def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: Liv
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_stop_string_frees_the_slot_before_the_last_delta(
-    live: LiveRelease, n: int
+    live: LoadedRelease, n: int
 ) -> None:
     stop = live.tokenizer.decode([65, 65])
     request = CompletionRequest.model_validate({"prompt": "a", "n": n, "stop": stop})
@@ -156,7 +156,7 @@ ASKED = CompletionRequest(prompt="Hello")
 NEVER = 3600
 
 
-def answers_over(live: LiveRelease) -> Answers:
+def answers_over(live: LoadedRelease) -> Answers:
     admission = Admission(10, "answers")
     admission.live = live
     return Answers(
@@ -191,7 +191,7 @@ async def nothing_is_sent(message: Any) -> None:
 
 @pytest.mark.parametrize("turns", range(6))
 async def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
-    live: LiveRelease, turns: int
+    live: LoadedRelease, turns: int
 ) -> None:
     """`turns` of the event loop lie between the moment in which it is let in and the end."""
     answers = answers_over(live)

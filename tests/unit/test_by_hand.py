@@ -19,16 +19,16 @@ from jobs.spec import JobSpec, RevisionRange
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.runner import by_hand, run
+from pipeline.runner.attempt_variables import user_token_variable, variables_here
 from pipeline.runner.by_hand import with_runner
-from pipeline.runner.elsewhere import user_token_variable, variables_here
 from pipeline.runner.job_store import open_job_store
 from pipeline.runner.submit import (
     ask_head,
-    lineage_of_job,
     push_payload,
     source_of,
     submit_retraining,
 )
+from pipeline.runner.this_job import lineage_of_job
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack.record import Child, StackRecord
 from pipeline.stack.supervisor import Stack

@@ -141,7 +141,7 @@ async def test_memory_goes_with_the_last_generation(
         runner = engine._steps._schedulers[release_id]._runner
         return {
             "runner": weakref.ref(runner),
-            "slots": weakref.ref(runner.slots[0]),
+            "slots": weakref.ref(runner.layer_slots[0]),
             "norm": weakref.ref(runner._norm),
             "shared": weakref.ref(runner._head),
         }

@@ -79,7 +79,7 @@ class Runner:
             block_bytes=1,
             context=1600,
         )
-        self.slots = [self]
+        self.layer_slots = [self]
         self.copied: list[int] = []
 
     def truncate(self, slot: int, length: int) -> None: ...

@@ -163,7 +163,7 @@ class TransformersRunner:
         _keep_frequencies(network)
         self._is_batched = _is_batched(self._config)
         self._takes = inspect.signature(network.forward).parameters.keys()
-        self.slots = slots
+        self.layer_slots = slots
         self._cache = Cache(layers=[SlotLayer(each) for each in slots])
 
     def forward(self, batch: Batch) -> Tensor:

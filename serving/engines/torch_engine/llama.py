@@ -287,7 +287,7 @@ class LlamaRunner:
         self.cache_size = cache_size
         self.vocab_size = shape.vocab_size
         self._shape = shape
-        self.slots = slots
+        self.layer_slots = slots
         self._rotations = rotations(shape.rope, shape.head_dim, cache_size.context)[:, None]
         self._norm_eps = torch.tensor(shape.norm_eps)
         self._attention_scale = shape.head_dim**-0.5
@@ -301,7 +301,7 @@ class LlamaRunner:
             self._layers.append(_Layer(**units))
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = Rows(batch, self.slots[0], is_padded=self._head.is_packed)
+        rows = Rows(batch, self.layer_slots[0], is_padded=self._head.is_packed)
         self._num_threads = torch.get_num_threads()
         """For matrix products and large attention. Elementwise operations use
         `_num_elementwise_threads`."""
@@ -345,9 +345,9 @@ class LlamaRunner:
     def _write(self, index: int, keys_values: Tensor, rows: Rows) -> None:
         by_head = keys_values.view(-1, 2, self._shape.num_kv_heads, self._shape.head_dim)
         if rows.num_decoding:
-            self.slots[index].write_rows(rows.row_indices, by_head[: rows.num_decoding])
+            self.layer_slots[index].write_rows(rows.row_indices, by_head[: rows.num_decoding])
         for chunk, its_rows, _ in rows.chunks:
-            self.slots[index].write_run(chunk.slot, chunk.start, by_head[its_rows])
+            self.layer_slots[index].write_run(chunk.slot, chunk.start, by_head[its_rows])
 
     def _attend(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         parts = [self._attend_span(index, queries[span.rows], span) for span in rows.spans]
@@ -359,7 +359,7 @@ class LlamaRunner:
 
     def _attend_span(self, index: int, queries: Tensor, span: Span) -> Tensor:
         shape, count = self._shape, span.end - span.first
-        keys, values = self.slots[index].read(span.first, span.end, span.length)
+        keys, values = self.layer_slots[index].read(span.first, span.end, span.length)
         if span.places is not None:
             queries = queries.new_zeros(count, queries.shape[1]).index_copy_(
                 0, span.places, queries
@@ -389,7 +389,7 @@ class LlamaRunner:
         self, index: int, queries: Tensor, chunk: Chunk, mask: Tensor | None
     ) -> Tensor:
         shape, count = self._shape, len(chunk.token_ids)
-        keys, values = self.slots[index].read(chunk.slot, chunk.slot + 1, chunk.start + count)
+        keys, values = self.layer_slots[index].read(chunk.slot, chunk.slot + 1, chunk.start + count)
         by_head = queries.view(1, count, shape.num_heads, shape.head_dim).transpose(1, 2)
         is_parallel = is_parallel_worthwhile(
             multiplications=2 * queries.numel() * (chunk.start + count)

@@ -44,14 +44,14 @@ class Scheduler:
         self._waiting: deque[EngineSequence] = deque()
         self._decoding: list[EngineSequence] = []
         self._prefilling: list[EngineSequence] = []
+        """In a step, those with a chunk. Between steps, at most one, whose prompt is longer."""
         self._events: list[Event] = []
         """The events of the current step. If it fails, `fail` still returns those of sequences that
         have ended in it."""
         self._max_scored_tokens = max(1, _PROMPT_LOGITS_BYTES // (4 * runner.vocab_size))
         self._arrivals = count()
         self._seconds_per_prompt_token = 0.0
-        self._seconds_per_decoding = 0.0
-        """The time of a step without prefill."""
+        self._seconds_without_prefill = 0.0
 
     def submit(self, sequence: EngineSequence) -> None:
         sequence.arrival = next(self._arrivals)
@@ -213,13 +213,13 @@ class Scheduler:
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
         num_tokens = sum(len(chunk.token_ids) for chunk in batch.chunks)
         if not num_tokens:
-            self._seconds_per_decoding = _smooth(self._seconds_per_decoding, seconds)
+            self._seconds_without_prefill = _smooth(self._seconds_without_prefill, seconds)
         elif num_tokens >= _MIN_PREFILL_TOKENS:
             if batch.slots:
                 # The prefill delays decoding sequences only by the time that a step without prefill
                 # would not take. The number of decoding sequences changes between steps, so this is
                 # an estimate, and at most half of the time is subtracted.
-                seconds = max(seconds - self._seconds_per_decoding, seconds / 2)
+                seconds = max(seconds - self._seconds_without_prefill, seconds / 2)
             measured = seconds / num_tokens
             self._seconds_per_prompt_token = _smooth(self._seconds_per_prompt_token, measured)
 

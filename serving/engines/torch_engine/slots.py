@@ -244,7 +244,7 @@ class Runner(Protocol):
     """The network of a release, with its KV cache. Used by one thread only."""
 
     cache_size: KvCacheSize
-    slots: Sequence[KeyValueSlots]
+    layer_slots: Sequence[KeyValueSlots]
     """The slots of each layer."""
     vocab_size: int
 
@@ -279,7 +279,7 @@ class SlotAllocator:
     """
 
     def __init__(self, runner: Runner) -> None:
-        self._layers = runner.slots
+        self._layers = runner.layer_slots
         self._cache_size = runner.cache_size
         self.num_free = runner.cache_size.num_blocks
         """The number of blocks that no slot has."""

@@ -60,7 +60,7 @@ def test_an_attempt_begins_once(store: JobStore) -> None:
     with pytest.raises(LeaseLost):
         store.started(job.id, "me", "pid 8")
     with pytest.raises(LeaseLost):
-        store.release(job.id, "me", only_unbegun=True)
+        store.hand_back(job.id, "me", only_unbegun=True)
     assert store.get(job.id).handle == "pid 7"
 
 
@@ -71,7 +71,7 @@ def test_an_attempt_that_a_runner_gave_up_is_no_failed_attempt(
     job = claim(store)
     store.started(job.id, "me", "pid 7")
     clock.now += 5
-    store.release(job.id, "me")
+    store.hand_back(job.id, "me")
     clock.now += 3600
     assert store.seconds_to_next() == 0
     again = claim(store, "you")
@@ -88,7 +88,7 @@ def test_time_after_a_lease_ran_out_is_no_run_time(store: JobStore, clock: Clock
     clock.now += 5
     store.heartbeat(job.id, "dead", 10)
     clock.now += 3600
-    store.release(job.id, "dead")
+    store.hand_back(job.id, "dead")
     assert claim(store).started_at == clock.now - 5 - 10
 
 
@@ -148,7 +148,7 @@ def test_a_job_that_waits_gives_way_to_newer_commits(store: JobStore) -> None:
 def test_a_job_whose_runner_was_stopped_does_not_give_way(store: JobStore) -> None:
     store.submit(spec("b", "a"))
     job = claim(store)
-    store.release(job.id, "me")
+    store.hand_back(job.id, "me")
     store.submit(spec("c", "b"))
     assert claim(store).id == job.id
 
@@ -160,13 +160,13 @@ def test_a_job_that_waits_can_be_cancelled(store: JobStore, failed: bool) -> Non
     if failed:
         store.retry(job.id, "me", lost(job), 30)
     else:
-        store.release(job.id, "me")
+        store.hand_back(job.id, "me")
     ended = store.cancel(job.id)
     assert ended.state == "CANCELED" and ended.outcome is not None
     assert ("Its process vanished." in str(ended.outcome.reason)) == failed
 
 
-@pytest.mark.parametrize("end", [JobStore.release, lambda *call: JobStore.retry(*call, FAILED)])
+@pytest.mark.parametrize("end", [JobStore.hand_back, lambda *call: JobStore.retry(*call, FAILED)])
 def test_a_job_that_was_to_be_cancelled_gets_no_other_attempt(
     store: JobStore, end: Callable[[JobStore, str, str], Job]
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_lease_that_ran_out_is_found_and_only_its_owner_may_use_it(
     store.heartbeat(job.id, "dead", 10)
     assert store.expired() == [], "its agent was only late"
     clock.now += 10
-    store.release(job.id, "dead")
+    store.hand_back(job.id, "dead")
     assert store.expired() == []
     assert claim(store, "me").attempt == 2
     for call in (
@@ -199,7 +199,7 @@ def test_a_lease_that_ran_out_is_found_and_only_its_owner_may_use_it(
         lambda: store.started(job.id, "dead", "h"),
         lambda: store.finish(job.id, "dead", DONE),
         lambda: store.retry(job.id, "dead", lost(job)),
-        lambda: store.release(job.id, "dead"),
+        lambda: store.hand_back(job.id, "dead"),
     ):
         with pytest.raises(LeaseLost, match=job.id):
             call()
@@ -313,5 +313,5 @@ def test_runners_never_claim_the_same_attempt(store: JobStore) -> None:
 
     assert claimed() == jobs, "the first attempts"
     for job in store.list():
-        store.release(job.id, str(job.owner))
+        store.hand_back(job.id, str(job.owner))
     assert claimed() == jobs, "the next ones"
