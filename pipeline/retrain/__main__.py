@@ -2,6 +2,7 @@
 `outcome.json`, even if the job fails. With the two numbers, it runs the job in so many processes on
 each of so many machines."""
 
+import faulthandler
 import os
 import sys
 
@@ -9,6 +10,7 @@ from pipeline.retrain.run import main
 
 
 def _main() -> int:
+    faulthandler.enable()  # if a library crashes, the job's log says where
     # A job without anything to learn needs no torch, so import it only here.
     if len(sys.argv) > 1:
         from pipeline.retrain.processes import start

@@ -80,6 +80,14 @@ def test_two_processes_with_half_of_the_weights_learn_what_one_learns(
     torch.testing.assert_close(same, weights, rtol=0, atol=1e-5)
 
 
+def test_a_job_that_crashes_in_a_library_says_where() -> None:
+    code = "import os, runpy; from pipeline.retrain import run; run.main = os.abort; "
+    code += "runpy.run_module('pipeline.retrain', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT, check=False)
+    assert done.returncode == -signal.SIGABRT
+    assert b"in _main" in done.stderr
+
+
 def workers(job: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     found = psutil.Process(job.pid).children()
     return [each for each in found if "pipeline.retrain" in each.cmdline()]
