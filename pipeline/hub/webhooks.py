@@ -283,7 +283,7 @@ def add_delivery(
     *,
     replay_of: str | None = None,
 ) -> str:
-    """Adds a delivery to the webhook's queue, which `Deliveries` reads after each write. Returns
+    """Adds a delivery to the webhook's queue, which `Deliverer` reads after each write. Returns
     its id."""
     id, now = str(uuid.uuid4()), time.time()
     connection.execute(

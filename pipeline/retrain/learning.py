@@ -154,11 +154,11 @@ class Learning:
                 f"{plan.max_tokens:,} tokens"
             )
         self._is_fresh = False
-        checkpoint = _train_matrices(self.job, self.loaded.model, plan, self.data.mode)
+        checkpoint = _train_plan(self.job, self.loaded.model, plan, self.data.mode)
         if self.loaded.model.device.type == "meta":  # several processes have trained
             gc.collect()  # their parts of the weights, which refer to each other
             self._load(start)
-            checkpoint = _train_matrices(self.job, self.loaded.model, plan, self.data.mode)
+            checkpoint = _train_plan(self.job, self.loaded.model, plan, self.data.mode)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
@@ -267,7 +267,7 @@ def _tell_lengths(data: TrainingData, tokenizer: PreTrainedTokenizerBase, max_le
         logger.info(line)
 
 
-def _train_matrices(
+def _train_plan(
     job: RetrainJob, model: PreTrainedModel, plan: TrainingPlan, mode: Mode
 ) -> Checkpoint:
     settings = job.settings

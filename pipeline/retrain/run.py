@@ -273,8 +273,8 @@ def _learn(
 
 
 def _origin(job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None) -> Lineage:
-    """The lineage of a release of this job, without what only the training knows: a full training
-    has no `parent` and no `dataset_base_revision`."""
+    """The lineage of a release of this job, without what only the training knows. For a full
+    training, `Learning.export` takes `parent` and `dataset_base_revision` out again."""
     base = snapshot.base if job.trained_folder is None else None
     return Lineage(
         parent=parent.id if parent is not None else None,

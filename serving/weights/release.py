@@ -210,14 +210,11 @@ class Release(_Record):
         """The files from which a tokenizer may be made: all files except weights, the questions
         of the rows and Markdown files. Releases in which these files are equal have equal
         tokenizers."""
+        others = (*INDEX_FILES, QUESTIONS_FILE)
         return {
             name: entry
             for name, entry in self.files.items()
-            if not (
-                is_shard_name(name)
-                or name in (*INDEX_FILES, QUESTIONS_FILE)
-                or name.endswith(".md")
-            )
+            if not (is_shard_name(name) or name in others or name.endswith(".md"))
         }
 
 

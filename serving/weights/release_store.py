@@ -238,8 +238,10 @@ def set_pending(
 
 def clear_pending(pipeline_dir: Path, release_id: str, *, earlier: str | None = None) -> None:
     """Remove the mark of `release_id`. If another release is pending, that one still waits for its
-    swap. The server does this after each swap that it has begun; who asked does it after any other
-    answer, with `earlier`: what `set_pending` returned, to make it pending again."""
+    swap. earlier: what `set_pending` returned, to make it pending again.
+
+    The server calls this at the end of a swap that it has begun. Whoever asked for a swap calls it
+    if the server has begun none."""
     with _served_lock(pipeline_dir):
         served = served_or_empty(pipeline_dir)
         if served.pending == release_id:

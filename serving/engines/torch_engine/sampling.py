@@ -1,5 +1,5 @@
 """Chooses tokens from logits, and computes logprobs. The result is that of temperature, then min-p,
-top-k and top-p, the order of vLLM; top-k is computed first, as it chooses the same tokens then.
+top-k and top-p, as in vLLM. top-k is computed first: that is faster, and leaves the same tokens.
 
 Random tokens are drawn for a whole batch of probability distributions, with few passes over a large
 vocabulary. What is drawn for a row depends only on the row's weights and random numbers. Other rows
