@@ -44,7 +44,7 @@ class Scheduler:
         self._waiting: deque[EngineSequence] = deque()
         self._decoding: list[EngineSequence] = []
         self._prefilling: list[EngineSequence] = []
-        """In a step, those with a chunk. Between steps, at most one, whose prompt is not yet read."""
+        """In a step, those with a chunk. Between steps, at most one: a long prompt."""
         self._events: list[Event] = []
         """The events of the current step. If it fails, `fail` still returns those of sequences that
         have ended in it."""
