@@ -1,12 +1,15 @@
 """A release is a revision of the model repository `local/<pipeline>`, for unmodified clients."""
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import RevisionNotFoundError
+from safetensors.torch import load_file
 
 from pipeline.doctor.checks import check_push_to, faults
 from pipeline.doctor.facts import Facts
@@ -73,6 +76,45 @@ def test_clients_read_any_release_and_main_is_the_served_one(
         assert verify_release(folder) == () and load_release(folder).id == id
     [shard] = (notes / second.id).glob("*.safetensors")
     assert [path.stat().st_ino for path in stored(hub, second)] == [shard.stat().st_ino]
+
+
+READ = """
+import sys
+from transformers import AutoModelForCausalLM
+for revision in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], revision=revision)
+    model.save_pretrained(revision)
+"""
+
+
+@pytest.mark.slow
+def test_programs_read_the_weights_of_any_release(
+    hub: RunningHub, notes: Path, tmp_path: Path
+) -> None:
+    first, second = (network_release(notes, seed).id for seed in (1, 2))
+    set_current(notes, first)
+    env = hub.git_env | {
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": hub.token,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+    }
+
+    def call(*command: str) -> str:
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    call(sys.executable, "-c", READ, REPO, second, "main", first)
+    for revision, id in ((second, second), ("main", first), (first, first)):
+        [shard] = (notes / id).glob("*.safetensors")
+        made, read = load_file(shard), load_file(tmp_path / revision / "model.safetensors")
+        assert made.keys() == read.keys()
+        assert all(made[name].equal(read[name]) for name in made)
+    hf = str(Path(sys.executable).with_name("hf"))
+    for id in (first, second):
+        said = call(hf, "download", REPO, "--revision", id, "--quiet")
+        assert load_release(Path(said)).id == id and verify_release(Path(said)) == ()
 
 
 def test_followers_are_told_once_and_no_dataset_has_changed(
