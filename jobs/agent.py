@@ -349,7 +349,8 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]) -> None:
         if IS_LINUX:
-            _OF_FORK_SERVER[PRELOAD] = " ".join(preload)
+            # An agent here calls the store.
+            _OF_FORK_SERVER[PRELOAD] = " ".join(("jobs.store", *preload))
             forkserver.set_forkserver_preload(["jobs.preload"])
         self._warming = threading.Thread(target=self._warm, name="fork-server", daemon=True)
         self._warming.start()

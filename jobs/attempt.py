@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,7 +22,9 @@ from jobs.folder import LOG, OUTCOME, PAYLOAD, SPEC, prepare_job_folder, write_b
 from jobs.job import Job, outcome_of
 from jobs.outcome import JobOutcome
 from jobs.settings import JobsSettings
-from jobs.store import JobStore
+
+if TYPE_CHECKING:
+    from jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class Calls(Protocol):
         """Record the result of `outcome_of_exit`."""
 
 
-def beat(store: JobStore, job: Job, settings: JobsSettings) -> Orders:
+def beat(store: "JobStore", job: Job, settings: JobsSettings) -> Orders:
     assert job.owner is not None
     job = store.heartbeat(job.id, job.owner, settings.lease_seconds)
     limit = time_limit(job, settings)
@@ -130,6 +132,8 @@ class AttemptInStore:
     settings: JobsSettings
 
     def start(self, handle: str) -> None:
+        from jobs.store import JobStore  # only here, because an agent elsewhere has no database
+
         assert self.job.owner is not None
         # Not before: connections do not survive the fork of the agent.
         self._store = JobStore.open(self.location)
@@ -146,7 +150,7 @@ class AttemptInStore:
 
 
 def record_result(
-    store: JobStore, job: Job, result: JobOutcome | Lost | None, settings: JobsSettings
+    store: "JobStore", job: Job, result: JobOutcome | Lost | None, settings: JobsSettings
 ) -> Job:
     """Record the end of the job's attempt, as `outcome_of_exit` has decided. Returns the job: it
     has ended, or gets another attempt. Raises LeaseLost and StoreError."""

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cryptography.fernet import Fernet, InvalidToken
-
 from jobs.errors import JobNotFound, SealBroken
 from jobs.folder import PAYLOAD
 from jobs.outcome import JobOutcome, OutcomeResult
@@ -278,12 +276,16 @@ def seal(variables: Mapping[str, str], key: bytes) -> str:
     """Encrypt the variables of a job or a webhook. The hub and the runner have the same
     Fernet key, because the copy of a job that a webhook starts gets the variables of the
     webhook."""
+    from cryptography.fernet import Fernet  # not above, because an agent elsewhere has no key
+
     return Fernet(key).encrypt(json.dumps(dict(variables)).encode()).decode()
 
 
 def unseal(token: str | None, key: bytes | None) -> dict[str, str]:
     """Decrypt the variables; a token of None has none. Raises SealBroken if there is no `key`, or
     if `token` was not encrypted with it."""
+    from cryptography.fernet import Fernet, InvalidToken  # as in `seal`
+
     if token is None:
         return {}
     if key is None:

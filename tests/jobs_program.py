@@ -139,7 +139,7 @@ def show_process(*_: str) -> None:
                 "niceness of the session": session_niceness("self"),
                 "stdin": sys.stdin.read(),
                 "leads_session": os.getsid(0) == os.getpid(),
-                "in_place": "jobs.agent" in sys.modules,
+                "in_place": {"jobs.agent", "jobs.store"} <= sys.modules.keys(),
             }
         )
     )

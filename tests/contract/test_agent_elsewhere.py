@@ -151,6 +151,21 @@ def test_a_job_runs_elsewhere_and_all_that_it_leaves_comes_back(running: Site) -
     until(lambda: not Path(shown["JOB_DIR"]).exists())
 
 
+def test_an_agent_needs_no_database_and_no_key(site: Site) -> None:
+    start = (
+        "import sys; sys.modules.update(sqlalchemy=None, cryptography=None); "
+        "from jobs.agent import main; sys.exit(main())"
+    )
+    agent = (sys.executable, "-c", start)
+    site.launcher = Launcher(site.launcher.settings.model_copy(update={"agent": agent}))
+    sealed = seal({"SECRET": "s3cret"}, SECRET_KEY)
+    spec = JobSpec(command=("sh", "-c", "echo $SECRET"), launcher="shell", sealed_env=sealed)
+    with site.running():
+        ended = site.ended(site.store.submit(spec))
+        assert ended.state == "COMPLETED", (ended.outcome, (site.engine / "errors").read_text())
+        assert site.log(ended).read_text() == "s3cret\n"
+
+
 def test_the_log_arrives_while_the_job_runs_and_a_cancelled_job_ends(running: Site) -> None:
     job = running.submit("sleep_until_stopped")
     (pid,) = pids_in(running.log(job))
