@@ -194,13 +194,13 @@ def end_with_this_process() -> None:
 
 
 @contextmanager
-def stack_up(workplace: Workplace) -> Iterator[Workplace]:
-    """The stack, up. It ends with the test's process, however that ends."""
+def stack_up(workplace: Workplace, *options: str) -> Iterator[Workplace]:
+    """The stack, up with these options. It ends with the test's process, however that ends."""
     log = workplace.home / "logs" / "up.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stream:
         up = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "up"],
+            [sys.executable, "-m", "pipeline", "up", *options],
             cwd=workplace.folder,
             env=workplace.env,
             stdin=subprocess.DEVNULL,
