@@ -1,5 +1,8 @@
 """Agents elsewhere: real agents, the routes of a real hub, a runner whose launcher is a shell, and
-no folder that both sides know."""
+no folder that both sides know.
+
+`TEST_LOG_BYTES` is the size of the large log, for example 1000000000.
+"""
 
 import asyncio
 import json
@@ -43,6 +46,8 @@ from tests.serving_fixtures import running as running_server
 
 ROOT = Path(__file__).parents[2]
 LOG_BYTES = int(os.environ.get("TEST_LOG_BYTES", 250_000_000))
+MEMORY_BYTES = 150_000_000
+"""What the agent with the large log may allocate."""
 AGENT = (sys.executable, "-m", "jobs.agent")
 
 
@@ -393,10 +398,11 @@ def test_a_preempted_training_goes_on_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_large_log_arrives(running: Site) -> None:
+def test_a_large_log_arrives_from_an_agent_with_less_memory(site: Site) -> None:
+    agent = ("prlimit", f"--data={MEMORY_BYTES}", *AGENT)
+    site.launcher = Launcher(site.launcher.settings.model_copy(update={"agent": agent}))
     script = f"head -c {LOG_BYTES} /dev/zero | tr '\\0' 'x'"
-    job = running.store.submit(
-        program().model_copy(update={"command": ("sh", "-c", script), "launcher": "shell"})
-    )
-    assert until(lambda: running.store.get(job.id).has_ended, seconds=240)
-    assert running.log(job).stat().st_size == LOG_BYTES
+    with site.running():
+        job = site.store.submit(JobSpec(command=("sh", "-c", script), launcher="shell"))
+        assert site.ended(job, 240).state == "COMPLETED"
+        assert site.log(job).stat().st_size == LOG_BYTES
