@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,16 @@ from pipeline.retrain.job import (
 )
 from pipeline.retrain.layout import layout_of
 from pipeline.retrain.loss import AnchorTarget, RowLoss, row_losses
-from pipeline.retrain.lowrank import low_rank
+from pipeline.retrain.lowrank import USUAL_TOKENS, low_rank
 from pipeline.retrain.model import LoadedModel, load_model, load_tokenizer, usual_rank
-from pipeline.retrain.plan import TrainingPlan, make_plan, sample, usual_made_up, usual_wordings
+from pipeline.retrain.plan import (
+    TrainingPlan,
+    in_turn,
+    make_plan,
+    sample,
+    usual_made_up,
+    usual_wordings,
+)
 from pipeline.retrain.reading import load_golden_questions
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
@@ -274,7 +282,14 @@ def _train_plan(
     rank = usual_rank(settings)
     # Before the matrices: without autocast, they do not fit to weights in 16 bits.
     layout_of(model)
-    with low_rank(model, rank, settings.train.seed) if rank else nullcontext():
+    kept = chain(
+        (
+            each.sequence
+            for each in in_turn(plan.anchors, 0, USUAL_TOKENS, lambda anchor: anchor.sequence)
+        ),
+        in_turn([plan.sequences[i] for i in plan.replayed], 0, USUAL_TOKENS, lambda each: each),
+    )
+    with low_rank(model, rank, settings.train.seed, [*kept]) if rank else nullcontext():
         return train(model, plan, settings.train, job_dir=job.dir, mode=mode, metrics=job.metrics)
 
 

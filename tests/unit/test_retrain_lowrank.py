@@ -11,7 +11,7 @@ from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.job import MetricsWriter
 from pipeline.retrain.loss import predict
-from pipeline.retrain.lowrank import LowRank, low_rank
+from pipeline.retrain.lowrank import SCALE, LowRank, low_rank
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.train import train
@@ -27,6 +27,10 @@ PARTS = (
 )
 NAMES = {f"model.layers.0.{part}" for part in PARTS}
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
+KEPT = [
+    TokenSequence(tuple(range(start, start + 20)), (False, *19 * (True,)), start)
+    for start in range(1, 20, 3)
+]
 
 
 def logits(model: LlamaForCausalLM) -> torch.Tensor:
@@ -34,10 +38,11 @@ def logits(model: LlamaForCausalLM) -> torch.Tensor:
         return model(input_ids=IDS).logits
 
 
-def test_merged_weights_compute_what_the_factors_did() -> None:
+@pytest.mark.parametrize("kept", [[], KEPT])
+def test_merged_weights_compute_what_the_factors_did(kept: list[TokenSequence]) -> None:
     model = make_model()
     start = copy_weights(model)
-    with low_rank(model, 4, seed=0):
+    with low_rank(model, 4, 0, kept):
         for name in NAMES:
             wrapped = model.get_submodule(name)
             assert isinstance(wrapped, LowRank)
@@ -49,6 +54,18 @@ def test_merged_weights_compute_what_the_factors_did() -> None:
         name for name, each in copy_weights(model).items() if not torch.equal(each, start[name])
     }
     assert changed == {f"{name}.weight" for name in NAMES}
+
+
+def test_training_hardly_changes_what_the_usual_direction_of_the_inputs_gives() -> None:
+    model = make_model()
+    model.get_input_embeddings().weight.data[:, 0] = 5  # all texts are large there
+    with low_rank(model, 4, 0, KEPT):
+        wrapped = model.get_submodule("model.layers.0.self_attn.q_proj")
+        assert isinstance(wrapped, LowRank)
+        wrapped.second.data.normal_()
+        changes = (wrapped.second @ wrapped._first()).detach().norm(dim=0)
+        assert changes[0] < changes[1:].min() / 4
+        assert wrapped.scale > 2 * SCALE / 4, "the other directions are scaled up in turn"
 
 
 def test_only_the_rows_of_training_steps_have_noise() -> None:
@@ -97,7 +114,7 @@ def learned(
     told = TrainSettings.model_validate({"tokens_per_step": 64, **settings})
     plan = plan_of(rows(12), learning_rate=1e-2, max_tokens=2_000)
     metrics = MetricsWriter(folder / "metrics.jsonl")
-    with low_rank(model, 4, seed=0):
+    with low_rank(model, 4, 0, KEPT):
         done = train(model, plan, told, job_dir=folder, mode="full", metrics=metrics)
     return done, copy_weights(model)
 
