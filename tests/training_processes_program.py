@@ -54,7 +54,7 @@ def train() -> int:
     )
     settings = TrainSettings(micro_batch_tokens=128, checkpoint_seconds=1e-9)
     metrics = MetricsWriter(folder / "metrics.jsonl")
-    with lowrank.low_rank(model, rank, 0) if rank else nullcontext():
+    with lowrank.low_rank(model, rank, 0, rows(5, 6)) if rank else nullcontext():
         loop.train(model, plan, settings, job_dir=folder, mode="full", metrics=metrics)
     return 0
 

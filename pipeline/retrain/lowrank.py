@@ -70,13 +70,14 @@ class LowRank(nn.Module):
         self.second = nn.Parameter(zeros(layer.out_features, rank))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        update = functional.linear(functional.linear(inputs, self._first()), self.second)
+        with torch.autocast(inputs.device.type, enabled=False):  # a difference of large numbers
+            first = self._first()
+        update = functional.linear(functional.linear(inputs, first), self.second)
         frozen: Tensor = self.layer(inputs)
         return frozen + self.scale * update
 
     def _first(self) -> Tensor:
-        with torch.autocast(self.first.device.type, enabled=False):  # a difference of large numbers
-            return self.first - (self.first @ self.usual) @ self.usual.T
+        return self.first - (self.first @ self.usual) @ self.usual.T
 
     @torch.no_grad()
     def merge(self) -> nn.Linear:

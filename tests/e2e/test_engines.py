@@ -112,10 +112,11 @@ def test_it_is_cancelled_and_its_secret_is_shown_nowhere(engine: Engine) -> None
 
 
 def test_it_is_stopped_at_its_time_limit(engine: Engine) -> None:
-    waiting = engine.start("--timeout", "10s")
-    job = engine.ended(waiting.job_id)
+    process = f"sleep {next(SECONDS)}"
+    job = engine.ended(engine.submit(f"echo begun; exec {process}", "--timeout", "20s"))
     assert job.outcome is not None and job.outcome.stage == "timeout", job.outcome
-    assert not waiting.pids() and job.attempt == 1
+    assert "begun" in engine.log(job.id) and job.attempt == 1
+    assert not Waiting(job.id, process).pids()
 
 
 def test_a_killed_agent_gets_another_attempt(engine: Engine) -> None:
