@@ -9,8 +9,8 @@ layers only, a model learns wordings: it gives a question in other words the ans
 The inputs of a layer have a few directions in which all texts are large. A gradient points mostly
 there, so plain LoRA changes what the model says to everything, and learns a single row slowly. So
 `first` sees its inputs without their usual directions: scaled down there until they are as small as
-in the average other direction. It learns the same rows in two thirds of the steps, and keeps as
-much of what the inputs were measured on.
+in the average other direction. In short trainings, twice as many answers are learned and understood
+so (docs/measured/training.md).
 
 LoRA: https://arxiv.org/abs/2106.09685
 In all layers, with about ten times the learning rate of a training of all weights:
