@@ -349,7 +349,7 @@ class ForkServer:
 
     def __init__(self, preload: Sequence[str]) -> None:
         if IS_LINUX:
-            # An agent here calls the store.
+            # Agents on this machine use the store. If it is here, none has to import it.
             _OF_FORK_SERVER[PRELOAD] = " ".join(("jobs.store", *preload))
             forkserver.set_forkserver_preload(["jobs.preload"])
         self._warming = threading.Thread(target=self._warm, name="fork-server", daemon=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -282,14 +281,14 @@ def _train_plan(
     rank = usual_rank(settings)
     # Before the matrices: without autocast, they do not fit to weights in 16 bits.
     layout_of(model)
-    kept = chain(
-        (
-            each.sequence
-            for each in in_turn(plan.anchors, 0, USUAL_TOKENS, lambda anchor: anchor.sequence)
-        ),
-        in_turn([plan.sequences[i] for i in plan.replayed], 0, USUAL_TOKENS, lambda each: each),
-    )
-    with low_rank(model, rank, settings.train.seed, [*kept]) if rank else nullcontext():
+    answers = [anchor.sequence for anchor in plan.anchors]
+    known = [plan.sequences[index] for index in plan.replayed]
+    kept = [
+        text
+        for texts in (answers, known)
+        for text in in_turn(texts, 0, USUAL_TOKENS, lambda each: each)
+    ]
+    with low_rank(model, rank, settings.train.seed, kept) if rank else nullcontext():
         return train(model, plan, settings.train, job_dir=job.dir, mode=mode, metrics=job.metrics)
 
 

@@ -9,8 +9,8 @@ layers only, a model learns wordings: it gives a question in other words the ans
 The inputs of a layer have a few directions in which all texts are large. A gradient points mostly
 there, so plain LoRA changes what the model says to everything, and learns a single row slowly. So
 `first` sees its inputs without their usual directions: scaled down there until they are as small as
-in the average other direction. In short trainings, twice as many answers are learned and understood
-so (docs/measured/training.md).
+in the average other direction. In short trainings, it learns and understands twice as
+many answers (docs/measured/training.md).
 
 LoRA: https://arxiv.org/abs/2106.09685
 In all layers, with about ten times the learning rate of a training of all weights:
@@ -50,7 +50,8 @@ DIRECTIONS = 64
 MAX_GAIN = 10.0
 """The other directions are scaled up at most so many times."""
 USUAL_TOKENS = 2_048
-"""These directions are measured on so many tokens of each kind of text that is to be kept."""
+"""The directions are measured on about so many tokens of the base model's answers, and in a delta
+on as many of known rows."""
 
 
 class LowRank(nn.Module):
@@ -70,7 +71,8 @@ class LowRank(nn.Module):
         self.second = nn.Parameter(zeros(layer.out_features, rank))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        with torch.autocast(inputs.device.type, enabled=False):  # a difference of large numbers
+        # Not in bfloat16: this is a small difference of large numbers.
+        with torch.autocast(inputs.device.type, enabled=False):
             first = self._first()
         update = functional.linear(functional.linear(inputs, first), self.second)
         frozen: Tensor = self.layer(inputs)
@@ -129,14 +131,15 @@ def _usual_inputs(
     model: PreTrainedModel, layers: Mapping[str, nn.Linear], kept: Sequence[TokenSequence]
 ) -> dict[str, tuple[Tensor, float]]:
     """`usual` and `gain` of each layer, measured on `kept`. The gain makes the inputs as large as
-    they were."""
+    they were. A layer that got no such inputs gets no directions, and the gain 1."""
     found: dict[str, tuple[Tensor, float]] = {}
 
     def note(name: str, layer: nn.Module, inputs: tuple[Tensor]) -> None:
         flat = inputs[0].flatten(0, -2).float()
         num_directions = min(DIRECTIONS, *(size // 2 for size in flat.shape))
         energy = float(flat.square().sum()) / flat.shape[1]
-        if not num_directions or not 0 < energy < math.inf:  # broken weights: training says so
+        # If broken weights give inputs that are not finite, the training reports it.
+        if not num_directions or not 0 < energy < math.inf:
             return
         _, lengths, directions = torch.svd_lowrank(flat, q=num_directions)
         found_energy = float(lengths.square().sum())
