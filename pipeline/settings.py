@@ -142,6 +142,16 @@ class PipelineSettings(BaseModel):
             )
         return endpoint
 
+    @model_validator(mode="after")
+    def _machines_share_a_place(self) -> "PipelineSettings":
+        is_alone = self.command is not None or (self.resources.nodes or 1) == 1
+        if not is_alone and self.train.checkpoint_url is None:
+            raise ValueError(
+                "`resources.nodes` needs `train.checkpoint_url`: a place for checkpoints that all "
+                "these machines reach"
+            )
+        return self
+
     def base_folder(self) -> Path | None:
         """The folder that `base_model` names. None for a preset or the id of a model on a hub. If
         there is a folder whose relative path looks like such an id, the folder is used."""

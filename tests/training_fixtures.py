@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.retrain.plan import TrainingPlan
@@ -93,3 +95,11 @@ def plan_of(
     }
     told.setdefault("warm_up_steps", math.ceil(0.05 * told["max_tokens"] / tokens_per_step))
     return TrainingPlan(**told)
+
+
+def stored_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Of all processes that wrote a part of it."""
+    found = checkpoint.with_suffix(".pt")
+    dcp_to_torch_save(checkpoint, found)
+    weights: dict[str, torch.Tensor] = torch.load(found)["weights"]
+    return weights

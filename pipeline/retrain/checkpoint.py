@@ -1,11 +1,14 @@
 """The state of a training: `Checkpoint` saves it, so that a restarted job continues instead of
 starting again.
 
-The record `checkpoint.json` names the file that holds the state. The file is complete before the
-record is written.
+The record `checkpoint.json` names the folder that holds the state, with a file of each process. The
+folder is complete before the record is written.
 """
 
-from collections.abc import Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,43 +16,21 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as read_parts
+from torch.distributed.checkpoint.state_dict_saver import save as write_parts
 from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint_store
 from pipeline.retrain.data import Mode
-from pipeline.retrain.errors import TrainError
+from pipeline.retrain.errors import CheckpointUnreadable, TrainError
 from pipeline.retrain.job import CHECKPOINT, read_record, write_record
-from pipeline.retrain.processes import gathered
+from pipeline.retrain.processes import num_processes
 from pipeline.retrain.rows import Row
-from serving.weights.atomic_file import REPLACING, atomic_file
+from serving.errors import first_line
 
-
-class Checkpoint(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    mode: Mode
-    """Of the training. A job whose delta the gate refuses has a full training after it."""
-    step: int
-    """Updates of the weights so far."""
-    tokens: int
-    """Tokens trained on so far, without padding."""
-    not_trained: tuple[int, ...] = ()
-    """Rows that no step has visited yet, as indices of the rows to learn."""
-    not_learned: tuple[int, ...] = ()
-    """Other rows with an answer that was wrong in the last visit, as indices of the rows to
-    learn."""
-    file: str
-    """The path of the state file, relative to the job's folder. The file holds the weights, the
-    optimizer and the random state. After the end of the training, it holds only the best
-    weights."""
-    finished: bool = False
-
-    def waiting(self, rows: Sequence[Row]) -> set[str]:
-        """The digests of those of `rows`, the rows to learn, that were not visited, or were wrong
-        in their last visit. If a row has copies, this must be true for all of them."""
-        places = {*self.not_trained, *self.not_learned}
-        done = {row.digest for place, row in enumerate(rows) if place not in places}
-        return {rows[place].digest for place in places} - done
+logger = logging.getLogger("pipeline.retrain")
 
 
 @dataclass(kw_only=True)
@@ -95,6 +76,35 @@ class TrainingState:
         return self.best is not None and self.best > 0
 
 
+class Checkpoint(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+    mode: Mode
+    """Of the training. A job whose delta the gate refuses has a full training after it."""
+    step: int
+    """Updates of the weights so far."""
+    tokens: int
+    """Tokens trained on so far, without padding."""
+    not_trained: tuple[int, ...] = ()
+    """Rows that no step has visited yet, as indices of the rows to learn."""
+    not_learned: tuple[int, ...] = ()
+    """Other rows with an answer that was wrong in the last visit, as indices of the rows to
+    learn."""
+    name: str
+    """Of the folder with the state: the weights, the optimizer and the random state. After the end
+    of the training, only the best weights."""
+    progress: TrainingState | None = None
+    """None after the end of the training."""
+    finished: bool = False
+
+    def waiting(self, rows: Sequence[Row]) -> set[str]:
+        """The digests of those of `rows`, the rows to learn, that were not visited, or were wrong
+        in their last visit. If a row has copies, this must be true for all of them."""
+        places = {*self.not_trained, *self.not_learned}
+        done = {row.digest for place, row in enumerate(rows) if place not in places}
+        return {rows[place].digest for place in places} - done
+
+
 State = dict[str, Any]
 
 
@@ -106,10 +116,8 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def copy_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A copy of `weights_of` in the memory of the CPU, as `gathered`."""
-    return {
-        name: tensor.to("cpu", copy=True) for name, tensor in gathered(weights_of(model)).items()
-    }
+    """A copy of `weights_of`, or of the parts of them that this process has."""
+    return {name: tensor.clone() for name, tensor in weights_of(model).items()}
 
 
 @torch.no_grad()
@@ -119,41 +127,58 @@ def set_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
         tensor.copy_(weights[name])
 
 
-def save(job_dir: Path | None, checkpoint: Checkpoint, state: State) -> None:
-    """Write the state file, then the record that names it. Then remove the older state file, and
-    put a copy of both into the store, if the job has one.
+def save(place: str, job_dir: Path | None, checkpoint: Checkpoint, state: State) -> None:
+    """Write `state`, of which each process writes its own part, then the record that names it. Then
+    remove the older checkpoints.
 
-    job_dir: None in a process that only helps another one, and saves nothing. Raises TrainError if
-    one of the files cannot be written. The last checkpoint then stays valid.
+    place: of all checkpoints of the job. All processes reach it. job_dir: None in a process that
+    only helps another one. If an error of the disk or of the store prevents it, the last checkpoint
+    stays valid, and this is told. Raises TrainError if this is the end of a training of several
+    processes: none of them has all of the weights.
     """
-    if job_dir is None:
-        return
-    path = job_dir / checkpoint.file
-    path.parent.mkdir(exist_ok=True)
-    # If the job was killed while it saved, an incomplete file is left, which may be as large as the
-    # weights.
-    for abandoned in path.parent.glob(f"{REPLACING}*"):
-        abandoned.unlink()
     try:
-        with atomic_file(path) as file:
-            torch.save(state, file)
-        write_record(job_dir / CHECKPOINT, checkpoint)
-    except (OSError, RuntimeError) as error:
-        raise TrainError(
-            f"the checkpoint {path} could not be written ({error}); is there space on its disk?"
+        with _without_warnings():
+            writer = FsspecWriter(f"{place}/{checkpoint.name}", use_listings_cache=False)
+            write_parts(state, storage_writer=writer)
+        if job_dir is not None:
+            write_record(job_dir / CHECKPOINT, checkpoint)
+            checkpoint_store.keep_only(job_dir, checkpoint.name)
+    except (CheckpointException, OSError, ImportError, ValueError) as error:
+        cause = _cause(error)
+        told = (
+            f"the checkpoint {place}/{checkpoint.name} could not be written ({first_line(cause)})"
+        )
+        if checkpoint.finished and num_processes() > 1:
+            raise TrainError(f"{told}; is there space, and do all processes reach it?") from cause
+        logger.error("%s; the training goes on", told)
+
+
+def load(place: str, checkpoint: Checkpoint, state: State, *, is_alone: bool = False) -> None:
+    """Read `state` from a checkpoint, into its tensors. Each process reads the parts that it has;
+    one that `is_alone`, everything. Raises CheckpointUnreadable."""
+    try:
+        with _without_warnings():
+            reader = FsspecReader(f"{place}/{checkpoint.name}", use_listings_cache=False)
+            read_parts(state, storage_reader=reader, no_dist=is_alone)
+    except (CheckpointException, OSError, ImportError, ValueError) as error:
+        raise CheckpointUnreadable(
+            f"the checkpoint {place}/{checkpoint.name} cannot be read ({first_line(_cause(error))})"
         ) from error
-    for other in path.parent.iterdir():
-        if other != path:
-            other.unlink()
-    checkpoint_store.put(job_dir, path)
 
 
-def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
-    """The last checkpoint of this job and its state. None if there is none."""
-    checkpoint = last(job_dir)
-    if checkpoint is None or not (job_dir / checkpoint.file).is_file():
-        return None
-    return checkpoint, torch.load(job_dir / checkpoint.file, weights_only=True, map_location="cpu")
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong, in the first process in which something did."""
+    return (
+        next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch warns in each call of a process that is alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def last(job_dir: Path) -> Checkpoint | None:

@@ -1,78 +1,75 @@
-"""Copies of a job's checkpoints in a store that other machines reach too (`checkpoint_url`). So an
-attempt on another machine continues from there.
+"""The place of a job's checkpoints: its folder, or a store that other machines reach too
+(`checkpoint_url`), so that an attempt on another machine continues from there.
 
-An error of the store fails no job: it is logged, and the training goes on without the store.
+An error of the store fails no job: it is logged, and the training goes on.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.retrain.job import CHECKPOINT
+from pipeline.retrain.job import CHECKPOINT, CHECKPOINTS_DIR
 from serving.errors import first_line
 from serving.weights.atomic_file import write_atomically
 
 logger = logging.getLogger("pipeline.retrain")
 
 PLACE = "checkpoint_url.txt"
-"""The file in the job's folder that says where `put` puts the job's checkpoints."""
+"""The file in the job's folder that says where the job's checkpoints are, if not in the folder."""
 
 
-def go_on_from(url: str, job_dir: Path) -> None:
-    """Fetch the checkpoint at `url`, if there is one and the job has none of its own. From now on,
-    `put` puts the job's checkpoints there."""
+def use(url: str, job_dir: Path, *, goes_on: bool) -> None:
+    """From now on, the checkpoints of the job are at `url`. If it `goes_on`, and has no record of a
+    checkpoint, fetch the record that is there."""
     write_atomically(job_dir / PLACE, url)
-    if (job_dir / CHECKPOINT).exists():
+    if not goes_on or (job_dir / CHECKPOINT).exists():
         return
-    with _errors_told(url):
-        store, folder = _open(url)
-        if not store.exists(f"{folder}/{CHECKPOINT}"):
-            return
-        record = store.cat_file(f"{folder}/{CHECKPOINT}").decode()
-        file = job_dir / json.loads(record)["file"]
-        file.parent.mkdir(exist_ok=True)
-        store.get_file(f"{folder}/{file.name}", str(file))
-        write_atomically(job_dir / CHECKPOINT, record)
-        logger.info("going on from the checkpoint %s at %s", file.stem, url)
+    with errors_told(url):
+        store, folder = open_store(url)
+        if store.exists(f"{folder}/{CHECKPOINT}"):
+            record = store.cat_file(f"{folder}/{CHECKPOINT}").decode()
+            write_atomically(job_dir / CHECKPOINT, record)
 
 
-def put(job_dir: Path, file: Path) -> None:
-    """Put the job's last checkpoint, whose state is in `file`, into the job's store, if it has one.
-    At any time, the record there names a complete file."""
-    if not (job_dir / PLACE).exists():
-        return
-    url = (job_dir / PLACE).read_text()
-    with _errors_told(url):
-        store, folder = _open(url)
-        store.makedirs(folder, exist_ok=True)
-        store.put_file(str(file), f"{folder}/{file.name}")
-        store.pipe_file(f"{folder}/{CHECKPOINT}", (job_dir / CHECKPOINT).read_bytes())
+def place_of(job_dir: Path) -> str:
+    """Where the job's checkpoints are: a path or a URL."""
+    url = job_dir / PLACE
+    return url.read_text() if url.exists() else str(job_dir / CHECKPOINTS_DIR)
+
+
+def keep_only(job_dir: Path, name: str) -> None:
+    """Remove all checkpoints of the job but the one of this name, the newest. Into a store, first
+    copy its record. At any time, the record there names a complete checkpoint."""
+    url = place_of(job_dir)
+    with errors_told(url):
+        store, folder = open_store(url)
+        if (job_dir / PLACE).exists():
+            store.pipe_file(f"{folder}/{CHECKPOINT}", (job_dir / CHECKPOINT).read_bytes())
         for other in store.ls(folder, detail=False):
-            if Path(other).name not in (file.name, CHECKPOINT):
-                store.rm_file(other)
+            if Path(other).name not in (name, CHECKPOINT):
+                store.rm(other, recursive=True)
 
 
 def remove(url: str) -> None:
     """Remove all checkpoints at `url`."""
-    with _errors_told(url):
-        store, folder = _open(url)
+    with errors_told(url):
+        store, folder = open_store(url)
         if store.exists(folder):
             store.rm(folder, recursive=True)
 
 
-def _open(url: str) -> tuple[Any, str]:
+def open_store(url: str) -> tuple[Any, str]:
     """The file system of `url`, and its folder there."""
-    from fsspec.core import url_to_fs  # takes a while, and most pipelines do not need it
+    from fsspec.core import url_to_fs  # takes a while, and a job without a training needs none
 
     store, folder = url_to_fs(url, use_listings_cache=False)
     return store, folder
 
 
 @contextmanager
-def _errors_told(url: str) -> Iterator[None]:
+def errors_told(url: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each store has its own exceptions

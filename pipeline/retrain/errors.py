@@ -58,6 +58,10 @@ class TrainError(RetrainError):
     """The training stopped before its end."""
 
 
+class CheckpointUnreadable(TrainError, TemporaryError):
+    """The next attempt begins again."""
+
+
 class PromoteError(RetrainError):
     """The server refused the release, or could not swap to it."""
 

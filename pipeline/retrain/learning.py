@@ -142,7 +142,7 @@ class Learning:
         new weights, rounded as they will be stored."""
         if self.job.trained_folder is not None:
             self._load(self.job.trained_folder)
-            return Checkpoint(mode=self.data.mode, step=0, tokens=0, file="")
+            return Checkpoint(mode=self.data.mode, step=0, tokens=0, name="")
         last = checkpoints.last(self.job.dir)
         if last is not None and last.mode == "full" and self.data.mode == "delta":
             self._choose_full()

@@ -158,39 +158,6 @@ def hand_out(model: PreTrainedModel, work: Any) -> Whole:
     return _shard(copy.deepcopy(model), tensors)
 
 
-def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole tensors, in the memory of the CPU. In processes other than the first one, they are
-    empty. A process that is alone gets `tensors` as they are."""
-    if not dist.is_initialized():
-        return tensors
-    found = {}
-    for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[name] = whole.cpu() if rank() == 0 else whole.new_empty(0)
-    return found
-
-
-def optimizer_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `gathered`, for `load_optimizer_state`."""
-    if not dist.is_initialized():
-        return optimizer.state_dict()
-    from torch.distributed.checkpoint import state_dict as states
-
-    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return states.get_optimizer_state_dict(model, optimizer, options=options)
-
-
-def load_optimizer_state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> None:
-    if not dist.is_initialized():
-        return optimizer.load_state_dict(state)
-    from torch.distributed.checkpoint import state_dict as states
-
-    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    states.set_optimizer_state_dict(model, optimizer, state, options=options)
-
-
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()

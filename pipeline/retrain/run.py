@@ -206,11 +206,11 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
             write_record(job.dir / SNAPSHOT, snapshot)
         job.record_progress(dataset_revision=snapshot.revision.sha)
         url, asks_others = job.settings.train.checkpoint_url, job.settings.paraphrase is not None
-        # Other wordings would be different ones on another machine.
-        if url is not None and not asks_others:
+        if url is not None:
             # A training with another parent is another one.
-            training = f"{snapshot.revision.sha[:12]}-{parent_id}"
-            checkpoint_store.go_on_from(f"{url}/{job.id}/{training}", job.dir)
+            training = f"{url}/{job.id}/{snapshot.revision.sha[:12]}-{parent_id}"
+            # Other wordings would be different ones on another machine.
+            checkpoint_store.use(training, job.dir, goes_on=not asks_others)
     return snapshot, parent
 
 

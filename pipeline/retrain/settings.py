@@ -162,9 +162,9 @@ class TrainSettings(_Settings):
     this much training."""
     checkpoint_url: str | None = Field(default=None, pattern=r"^(/|[a-z0-9]+://).*[^/]$")
     """A folder that all machines of the jobs share, or a store, such as `s3://bucket/folder` (which
-    needs s3fs) or `gs://bucket/folder` (gcsfs). Each checkpoint is copied there, and an attempt on
-    another machine continues from it. The training waits meanwhile, so with large models, choose
-    larger `checkpoint_seconds`."""
+    needs s3fs) or `gs://bucket/folder` (gcsfs). Each process writes its part of a checkpoint there,
+    and an attempt on another machine continues from it. The training waits meanwhile, so with large
+    models, choose larger `checkpoint_seconds`. Several machines for one training need it."""
 
     def digest(self) -> str:
         """A hash of the settings that affect the weights. Settings with their default value are

@@ -22,7 +22,6 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,10 @@ from transformers import PreTrainedModel
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.checkpoint import Checkpoint, TrainingState
+from pipeline.retrain.checkpoint_store import place_of
 from pipeline.retrain.data import Mode
-from pipeline.retrain.errors import TemporaryError, TrainError
-from pipeline.retrain.job import CHECKPOINTS_DIR, MetricsWriter
+from pipeline.retrain.errors import CheckpointUnreadable, TemporaryError, TrainError
+from pipeline.retrain.job import CHECKPOINT, MetricsWriter
 from pipeline.retrain.layout import block_length, layout_of, pack
 from pipeline.retrain.loss import is_said, losses, mean_loss, row_losses, training_autocast
 from pipeline.retrain.plan import TrainingPlan, in_turn
@@ -44,11 +44,8 @@ from pipeline.retrain.processes import (
     Whole,
     add_up,
     from_first,
-    gathered,
     hand_out,
-    load_optimizer_state,
     num_processes,
-    optimizer_state,
     own_part,
 )
 from pipeline.retrain.settings import TrainSettings
@@ -95,34 +92,41 @@ def train(
     weights. But if several processes have trained, only the file does, and `model` has no weights.
 
     If the job has a checkpoint of this mode, training continues from it. Raises TrainError if the
-    loss is no longer a finite number, and TemporaryError if another process has ended.
+    loss is no longer a finite number or a checkpoint fails, and TemporaryError if another process
+    has ended.
     """
     count = len(plan.sequences)
-    progress = TrainingState(streak=[0] * count, due=[0] * count)
-    state: dict[str, Any] = {}
     torch.manual_seed(settings.seed)
-    found = checkpoints.load(job_dir)
-    # A person may have corrected the file of other wordings: the plan is then another one.
-    before = {} if found is None else found[1].get("progress", asdict(progress))
-    if found is not None and found[0].mode == mode and len(before["streak"]) == count:
-        record, state = found
-        checkpoints.set_weights(model, state["weights"])
-        if record.finished:
-            return record
-        progress = TrainingState(**state["progress"])
-        torch.set_rng_state(state["rng"])
-    if num_processes() == 1:
-        return _loop(Whole(model), plan, settings, progress, mode, state, job_dir, metrics)
-    if layout_of(model) == "padded":  # it calls the layers once for each group of rows
-        raise TrainError(
-            f"a {type(model).__name__} can be trained in one process only; remove "
-            "`train.num_processes`, and ask for one GPU and one node"
-        )
-    logger.info(f"{num_processes()} processes train together")
+    place, found = place_of(job_dir), checkpoints.last(job_dir)
+    if found is not None and (
+        found.mode != mode
+        # A person may have corrected the file of other wordings: the plan is then another one.
+        or (found.progress is not None and len(found.progress.streak) != count)
+    ):
+        found = None
+    if found is not None:
+        logger.info(f"going on from the checkpoint {found.name} at {place}")
     try:
-        whole = hand_out(model, (plan, settings, progress, mode))
-        return _loop(whole, plan, settings, progress, mode, state, job_dir, metrics)
+        if found is not None and found.finished:
+            weights = {"weights": checkpoints.weights_of(model)}
+            checkpoints.load(place, found, weights, is_alone=True)
+            return found
+        if num_processes() == 1:
+            return _loop(Whole(model), plan, settings, mode, place, found, job_dir, metrics)
+        if layout_of(model) == "padded":  # it calls the layers once for each group of rows
+            raise TrainError(
+                f"a {type(model).__name__} can be trained in one process only; remove "
+                "`train.num_processes`, and ask for one GPU and one node"
+            )
+        logger.info(f"{num_processes()} processes train together")
+        whole = hand_out(model, (plan, settings, mode, place, found))
+        return _loop(whole, plan, settings, mode, place, found, job_dir, metrics)
+    except CheckpointUnreadable:
+        (job_dir / CHECKPOINT).unlink(missing_ok=True)
+        raise
     except RuntimeError as error:  # of torch.distributed
+        if num_processes() == 1:
+            raise
         raise TemporaryError(
             f"one of {num_processes()} training processes ended too early, or cannot be reached "
             f"({first_line(error)}); see the job's log"
@@ -131,28 +135,33 @@ def train(
 
 def help_to_train(whole: Whole, work: Any) -> None:
     """Train with the first process, which has handed this out."""
-    plan, settings, progress, mode = work
+    plan, settings, mode, place, found = work
     nowhere = MetricsWriter(Path(os.devnull))
-    _loop(whole, plan, settings, progress, mode, {}, None, nowhere)
+    _loop(whole, plan, settings, mode, place, found, None, nowhere)
 
 
 def _loop(
     whole: Whole,
     plan: TrainingPlan,
     settings: TrainSettings,
-    progress: TrainingState,
     mode: Mode,
-    state: dict[str, Any],
+    place: str,
+    found: Checkpoint | None,
     job_dir: Path | None,
     metrics: MetricsWriter,
 ) -> Checkpoint:
-    """state: of the checkpoint from which training continues. job_dir: None in a process that
-    only helps."""
+    """place, found: of the job's checkpoints, and the one from which training continues. job_dir:
+    None in a process that only helps."""
     model: PreTrainedModel = whole.model
     optimizer = _optimizer(model, settings)
-    best: dict[str, Tensor] | None = state.get("best")
-    if progress.step:
-        load_optimizer_state(model, optimizer, state.get("optimizer", {}))
+    best: dict[str, Tensor] | None = None
+    progress = TrainingState(streak=[0] * len(plan.sequences), due=[0] * len(plan.sequences))
+    if found is not None and found.progress is not None:
+        progress = found.progress
+        best = None if progress.best is None else checkpoints.copy_weights(model)
+        state = _state(model, optimizer, best)
+        checkpoints.load(place, found, state)
+        torch.set_rng_state(state["rng"])
     saved_at = time.monotonic()
     model.train()
     for chosen in _steps(plan, progress, metrics, settings.seed):
@@ -193,26 +202,30 @@ def _loop(
             if plan.ends_when_right:
                 _learn_again(progress, wrong)
         if from_first(time.monotonic() - saved_at >= settings.checkpoint_seconds):
-            record = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", mode)
-            state = {
-                "weights": gathered(checkpoints.weights_of(model)),
-                "optimizer": optimizer_state(model, optimizer),
-                "rng": torch.get_rng_state(),
-                "best": best,
-                "progress": asdict(progress),
-            }
-            checkpoints.save(job_dir, record, state)
+            record = _checkpoint(plan, progress, mode)
+            checkpoints.save(place, job_dir, record, _state(model, optimizer, best))
             saved_at = time.monotonic()
 
-    if best is not None and num_processes() == 1:
+    if best is not None:
         checkpoints.set_weights(model, best)
-    record = _checkpoint(plan, progress, "best.pt", mode)
-    record = record.model_copy(update={"finished": True})
-    # All processes must gather, or none: after a restart, only the first one may have `best`.
-    if not from_first(best is not None):
-        best = gathered(checkpoints.weights_of(model))
-    checkpoints.save(job_dir, record, {"weights": best})
+    record = _checkpoint(plan, progress, mode, finished=True)
+    checkpoints.save(place, job_dir, record, {"weights": checkpoints.weights_of(model)})
     return record
+
+
+def _state(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, best: dict[str, Tensor] | None
+) -> checkpoints.State:
+    """What a checkpoint holds. The tensors are those of `model` and `optimizer` themselves."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    found = get_optimizer_state_dict(model, optimizer)  # also makes the tensors of a new one
+    return {
+        "weights": checkpoints.weights_of(model),
+        "optimizer": found["state"],
+        "rng": torch.get_rng_state(),
+        **({} if best is None else {"best": best}),
+    }
 
 
 def _steps(
@@ -461,7 +474,9 @@ def _learn_again(progress: TrainingState, wrong: Sequence[int]) -> None:
         progress.streak[index], progress.due[index] = 0, progress.number
 
 
-def _checkpoint(plan: TrainingPlan, progress: TrainingState, file: str, mode: Mode) -> Checkpoint:
+def _checkpoint(
+    plan: TrainingPlan, progress: TrainingState, mode: Mode, *, finished: bool = False
+) -> Checkpoint:
     waiting = [index for index in plan.learned if not progress.due[index]]
     wrong = [index for index in plan.counted if progress.due[index] and not progress.streak[index]]
     return Checkpoint(
@@ -470,7 +485,9 @@ def _checkpoint(plan: TrainingPlan, progress: TrainingState, file: str, mode: Mo
         tokens=progress.tokens,
         not_trained=plan.rows_of(waiting),
         not_learned=plan.rows_of(wrong),
-        file=f"{CHECKPOINTS_DIR}/{file}",
+        name="best" if finished else f"step-{progress.step:06d}",
+        progress=None if finished else progress,
+        finished=finished,
     )
 
 

@@ -55,7 +55,7 @@ def test_pushes_are_trained_there_and_served_here(workplace: Workplace) -> None:
 @pytest.mark.timeout(600)
 def test_two_machines_share_a_training(slurm: KillNode, tmp_path: Path) -> None:
     workplace, alone = workplace_in(tmp_path), tmp_path / "alone"
-    configure(workplace)
+    configure(workplace, checkpoint_url=str(tmp_path / "checkpoints"))
     run_jobs_on("slurm", workplace, "{ cpus = 1, nodes = 2 }")
     with stack_up(workplace):
         sha = clone(workplace).push({"facts.jsonl": facts(0, 8)})

@@ -19,6 +19,7 @@ from pipeline.retrain.job import read_metrics, read_record
 from pipeline.retrain.processes import start
 from tests.jobs_fixtures import until
 from tests.retrain_fixtures import Pipeline, facts, few_anchors, jsonl, tiny_base
+from tests.training_fixtures import stored_weights
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(ROOT / "tests/training_processes_program.py")
@@ -42,7 +43,7 @@ def trained(folder: Path, lora_rank: int, *launcher: str) -> tuple[list[Any], di
         ended = subprocess.run([*command, "9"], env=environ, check=False, timeout=200)
         assert ended.returncode == 1
     subprocess.run(command, env=environ, check=True, timeout=200)
-    weights = torch.load(folder / "checkpoints/best.pt")["weights"]
+    weights = stored_weights(folder / "checkpoints/best")
     number = max(folder.glob("parameters-*")).read_text()
     return told_of_steps(folder), weights, int(number)
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from jobs.errors import is_temporary
 from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights
 from pipeline.retrain.data import Mode
-from pipeline.retrain.errors import TrainError
+from pipeline.retrain.errors import CheckpointUnreadable, TrainError
 from pipeline.retrain.job import Metric, MetricsWriter, read_metrics
 from pipeline.retrain.layout import ROUNDED_TO
 from pipeline.retrain.loss import autocast, row_losses
@@ -24,7 +23,15 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import TokenSequence
 from pipeline.retrain.train import train
-from tests.training_fixtures import make_model, num_tokens, one_thread, plan_of, questions, rows
+from tests.training_fixtures import (
+    make_model,
+    num_tokens,
+    one_thread,
+    plan_of,
+    questions,
+    rows,
+    stored_weights,
+)
 
 __all__ = ["one_thread"]
 
@@ -55,7 +62,7 @@ def test_a_row_waits_only_if_no_copy_of_it_was_trained_on() -> None:
     ever, and each job would train on all copies again."""
     told = [Row(text=text, file="a.jsonl", number=0) for text in "aabbcdd"]
     done = Checkpoint(
-        mode="full", step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), file="best.pt"
+        mode="full", step=1, tokens=1, not_trained=(1, 3, 4), not_learned=(2, 5), name="best"
     )
     assert done.waiting(told) == {row.digest for row in told if row.text in ("b", "c")}
 
@@ -234,7 +241,7 @@ def test_text_ends_when_its_held_out_loss_no_longer_falls_and_keeps_the_weights_
     assert [each.event for each in found].count("evaluation") == len(measured) == 5
     assert done.tokens < plan.max_tokens / 2
     best, last = measured[1], measured[-1]
-    kept, stored = copy_weights(model), torch.load(tmp_path / done.file)["weights"]
+    kept, stored = copy_weights(model), stored_weights(tmp_path / "checkpoints" / done.name)
     for name, each in best.items():
         assert torch.equal(kept[name], each) and torch.equal(stored[name], each)
     assert not all(torch.equal(kept[name], each) for name, each in last.items())
@@ -290,16 +297,30 @@ def test_a_step_without_memory_says_what_to_lower(
         learn(tmp_path)
 
 
-def test_a_record_that_finds_no_room_is_a_temporary_error_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_that_finds_no_room_is_told_and_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pipeline.retrain.checkpoint.write_record", full)
-    with pytest.raises(TrainError, match=r"could not be written .*No space left") as raised:
-        run(tmp_path, plan_of(rows(4)))
-    assert is_temporary(raised.value)
+    done, _ = run(tmp_path, plan_of(rows(4)), checkpoint_seconds=1e-9)
+    assert done.finished and not (tmp_path / "checkpoint.json").exists()
+    assert "checkpoints/best could not be written" in caplog.messages[-1]
+    assert "No space left on device" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_checkpoint_that_cannot_be_read_lets_the_next_attempt_begin_again(
+    tmp_path: Path, name: str
+) -> None:
+    plan = plan_of(rows(4))
+    whole, _ = run(tmp_path, plan)
+    (tmp_path / "checkpoints/best" / name).unlink()
+    with pytest.raises(CheckpointUnreadable, match=f"checkpoints/best cannot be read .*{name}"):
+        run(tmp_path, plan)
+    again, _ = run(tmp_path, plan)
+    assert again == whole
 
 
 @pytest.mark.gpu

@@ -305,6 +305,7 @@ def test_a_launcher_is_a_preset_and_what_the_file_changes(file: Path) -> None:
         ('= "slurm"', '= "slrm"', "none of this name, only local, slurm, own; add"),
         ('launcher = "slurm"', "", "launcher 'local': it takes no [pipelines.resources] and"),
         ("gpus = 1", 'image = "x"', "'submit' passes no image on; remove it".replace("'", "`")),
+        ("gpus = 1", "nodes = 2", "`resources.nodes` needs `train.checkpoint_url`: a place"),
         ("options", 'preset = "ray"\noptions', ""),
         ("[[", '[hub]\njobs_launcher = "slurm"\n[[', "hub.jobs_launcher: launcher 'slurm': its"),
         ("options", 'preset = "kubernetes"\noptions', "it needs image; set it under [pipelines"),
