@@ -13,7 +13,7 @@ INSTALLED_VLLM := $(VENV_VLLM)/.installed
 # a user's machine.
 VENV_CLIENTS := .venv-clients
 INSTALLED_CLIENTS := $(VENV_CLIENTS)/.installed
-# Tests start a node of Ray, which hotpush itself does not import.
+# Tests start nodes of Ray, whose Python also finds the packages of .venv.
 VENV_RAY := .venv-ray
 INSTALLED_RAY := $(VENV_RAY)/.installed
 
@@ -117,9 +117,12 @@ $(INSTALLED_CLIENTS): Makefile
 		'langchain-openai>=1.7,<2' 'litellm>=1.106,<2' 'mcp>=2.3,<3'
 	touch $@
 
-$(INSTALLED_RAY): Makefile
+$(INSTALLED_RAY): Makefile $(INSTALLED)
 	$(call make-venv,$(VENV_RAY))
 	$(VENV_RAY)/bin/pip install --quiet 'ray[default]==2.60.0'
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+		echo "import site; site.addsitedir('$$site')" > \
+		$$($(VENV_RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/hotpush.pth
 	touch $@
 
 clean:

@@ -55,7 +55,6 @@ _KEPT_SECONDS = 3600
 _SOURCES = {"minutes": "timeout_seconds", "seconds": "timeout_seconds", "memory_bytes": "memory"}
 """A value in a command → the key of `Resources` that it is made from."""
 _IN_MANIFEST = {"image", "cpus", "memory", "gpus", "timeout_seconds"}
-_SHIFTS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
 class LauncherSettings(BaseModel):
@@ -128,6 +127,8 @@ class LauncherSettings(BaseModel):
         if "manifest" in names:
             passed_on |= _IN_MANIFEST
             needed.add("image")
+        if "runtime_env" in names:
+            passed_on.add("nodes")  # a training asks Ray for its other nodes itself
         if missing := sorted(needed - given):
             return (
                 f"it needs {', '.join(missing)}; set it under [pipelines.resources], or use --gpus "
@@ -251,12 +252,12 @@ def _fill(word: str, values: Mapping[str, str | tuple[str, ...] | None]) -> tupl
 
 
 def _values(resources: Resources) -> dict[str, str | tuple[str, ...] | None]:
-    seconds, memory = resources.timeout_seconds, resources.memory
+    seconds = resources.timeout_seconds
     values = {
         **dict(resources),
         "seconds": None if seconds is None else math.ceil(seconds),
         "minutes": None if seconds is None else math.ceil(seconds / 60),
-        "memory_bytes": None if memory is None else int(memory[:-1]) << _SHIFTS[memory[-1]],
+        "memory_bytes": resources.memory_bytes,
     }
     return {key: None if value is None else str(value) for key, value in values.items()}
 

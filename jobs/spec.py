@@ -15,6 +15,7 @@ DEFAULT_BRANCH = "refs/heads/main"
 JOB_URL, JOB_TICKET = "JOB_URL", "JOB_TICKET"
 """The variables that an agent elsewhere gets: the URL of its attempt on a hub, and the ticket for
 the start of it."""
+_SHIFTS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
 class _Record(BaseModel):
@@ -74,6 +75,10 @@ class Resources(BaseModel):
     timeout_seconds: float | None = Field(default=None, gt=0)
     """After this time, the engine ends an attempt of the job. `timeout_seconds` under [jobs] limits
     all attempts together."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else int(self.memory[:-1]) << _SHIFTS[self.memory[-1]]
 
 
 class JobSpec(_Record):

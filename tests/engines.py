@@ -61,6 +61,7 @@ IMAGE = "local/empty:1"
 ROOT = Path(__file__).parents[1]
 RESOURCES = {"slurm": "{ cpus = 1 }", "podman": f'{{ image = "{IMAGE}" }}', "ray": "{ cpus = 1 }"}
 RAY = ROOT / ".venv-ray" / "bin"
+SECOND_RAY_NODE = "127.0.0.3"
 KillNode = Callable[[], None]
 """Kills the daemon that has started the jobs of a node, and starts it again."""
 
@@ -77,7 +78,8 @@ def launcher(engine: str) -> str:
         ],
         "ray": [],
     }
-    agent = [sys.executable, "-m", "jobs.agent"]
+    python = f"{RAY}/python" if engine == "ray" else sys.executable
+    agent = [python, "-m", "jobs.agent"]
     return (
         f"[launchers.{engine}]\nagent = {json.dumps(agent)}\n"
         f"options = {json.dumps(options[engine])}\n"
@@ -191,19 +193,18 @@ def ray() -> Iterator[KillNode]:
     with contextlib.ExitStack() as stack:
         # The names of its sockets have room for a short path only.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
-        port, dashboard, agent, client, metrics = free_ports(5)
-        command = [f"{RAY}/ray", "start", "--head", "--block", "--num-cpus=4", f"--port={port}"]
-        command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
-        command += [f"--ray-client-server-port={client}", f"--metrics-export-port={metrics}"]
+        port, dashboard, agent, client = free_ports(4)
         # For 127.0.0.1, Ray would take the address of this machine.
-        command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.2"]
-        command += ["--min-worker-port=0", "--max-worker-port=0"]  # any free ones
+        command = [*_ray_node(folder, "127.0.0.2"), "--head", "--num-cpus=4", f"--port={port}"]
+        command += [f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+        command += [f"--ray-client-server-port={client}"]
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("PATH", f"{RAY}:{os.environ['PATH']}")
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "token")  # Ray listens to all addresses
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_HEAD", f"127.0.0.2:{port}")
         patch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{dashboard}")
         head = [_daemon(command)]
 
@@ -226,3 +227,23 @@ def ray() -> Iterator[KillNode]:
         finally:
             head[0].terminate()
             head[0].wait(60)
+
+
+@contextlib.contextmanager
+def second_ray_node() -> Iterator[None]:
+    """Another node beside that of `ray`. Jobs start on the first one."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        command = [*_ray_node(folder, SECOND_RAY_NODE), f"--address={os.environ['RAY_HEAD']}"]
+        node = _daemon([*command, "--num-cpus=2", "--dashboard-agent-listen-port=0"])
+        try:
+            yield
+        finally:
+            node.terminate()
+            node.wait(60)
+
+
+def _ray_node(folder: str, address: str) -> list[str]:
+    (metrics,) = free_ports(1)
+    command = [f"{RAY}/ray", "start", "--block", f"--temp-dir={folder}"]
+    command += [f"--node-ip-address={address}", f"--metrics-export-port={metrics}"]
+    return [*command, "--min-worker-port=0", "--max-worker-port=0"]  # any free ones

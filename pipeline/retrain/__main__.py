@@ -6,6 +6,7 @@ import faulthandler
 import os
 import sys
 
+from jobs.process import die_with_parent
 from pipeline.retrain.run import main
 
 
@@ -17,6 +18,8 @@ def _main() -> int:
 
         return start(*map(int, sys.argv[1:]))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
+        # A task of Ray may be killed, and nobody else ends what it has started.
+        die_with_parent(int(os.environ["TORCHRUN_PID"]))
         from pipeline.retrain.processes import run_part
         from pipeline.retrain.train import help_to_train
 

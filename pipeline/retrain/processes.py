@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -26,7 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from jobs.errors import TEMPORARY_FAILURE
+from jobs.folder import SPEC
 from jobs.process import lower_priority
+from jobs.spec import JobSpec
 
 Result = TypeVar("Result")
 Thing = TypeVar("Thing")
@@ -35,45 +38,105 @@ _WAIT = timedelta(days=7)
 """How long a process waits for the others: the first one may measure for hours before it trains. If
 one ends, torchrun ends the others."""
 
+_IN_RAY = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray sets this variable in its jobs. A cluster of Ray may be inside an allocation of Slurm."""
+
 
 def start(nodes: int, processes: int) -> int:
     """Run the job in so many processes on each of so many machines. Returns its exit code:
     TEMPORARY_FAILURE if a process was killed.
 
-    For several machines, it must be called on the first one of an allocation of Slurm."""
-    if nodes > 1 and "MASTER_ADDR" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            place = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free.getsockname()[1])}
-        # By default, only the variables that `sbatch` exports reach the other machines.
-        command = ["srun", "--export=ALL", f"--nodes={nodes}", "--ntasks-per-node=1"]
-        command += ["--kill-on-bad-exit=1"]
-        if (cpus := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
-            command.append(f"--cpus-per-task={cpus}")  # `srun` does not take it from `sbatch`
-        command += [sys.executable, "-m", "pipeline.retrain", str(nodes), str(processes)]
-        codes = [subprocess.run(command, env={**os.environ, **place}, check=False).returncode]
+    For several machines, it must be called in a job of Ray, or on the first one of an allocation of
+    Slurm."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    command = [sys.executable, "-m", "pipeline.retrain", str(nodes), str(processes)]
+    codes = [0]
+    if nodes == 1 or "MASTER_ADDR" in os.environ:
+        try:
+            _start_here(nodes, processes)
+        except ChildFailedError as error:
+            codes = [failure.exitcode for failure in error.failures.values()]
+    elif _IN_RAY in os.environ:
+        codes = [_start_on_ray(nodes, processes, command)]
     else:
-        codes = _start_here(nodes, processes)
+        # By default, only the variables that `sbatch` exports reach the other machines.
+        srun = ["srun", "--export=ALL", f"--nodes={nodes}", "--ntasks-per-node=1"]
+        srun += ["--kill-on-bad-exit=1"]
+        if (cpus := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
+            srun.append(f"--cpus-per-task={cpus}")  # `srun` does not take it from `sbatch`
+        place = os.environ | _meeting_place(socket.gethostname())
+        codes = [subprocess.run([*srun, *command], env=place, check=False).returncode]
     return max(codes) if {*codes} <= {0, 1} else TEMPORARY_FAILURE
 
 
-def _start_here(nodes: int, processes: int) -> list[int]:
+def _meeting_place(host: str) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return {"MASTER_ADDR": host, "MASTER_PORT": str(free.getsockname()[1])}
+
+
+def _start_on_ray(nodes: int, processes: int, command: list[str]) -> int:
+    """Run `command` here, and a task of Ray on each of the other machines. Ray ends the tasks when
+    this process ends. Returns the exit code of `command`."""
+    try:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    except ImportError:
+        sys.exit(
+            "A job with `nodes` on Ray needs the Python package `ray`: install the cluster's "
+            f"version for {sys.executable}, or remove `nodes` from [pipelines.resources]"
+        )
+    ray.init()
+    asked = JobSpec.model_validate_json(Path(os.environ["JOB_DIR"], SPEC).read_bytes()).resources
+    bundle = {"CPU": asked.cpus or 1, "GPU": asked.gpus, "memory": asked.memory_bytes}
+    elsewhere = {"ray.io/node-id": f"!{ray.get_runtime_context().get_node_id()}"}
+    group = ray.util.placement_group(
+        [{name: number for name, number in bundle.items() if number}] * (nodes - 1),
+        strategy="STRICT_SPREAD",
+        bundle_label_selector=[elsewhere] * (nodes - 1),
+    )
+    ray.get(group.ready())  # as Slurm, wait for all machines
+    place = _meeting_place(ray.util.get_node_ip_address())
+    task, others = ray.remote(_start_here), []
+    for rank in range(1, nodes):
+        variables = place | {"NODE_RANK": str(rank)}
+        there = task.options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle["GPU"],
+            max_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+            runtime_env={"py_executable": sys.executable, "env_vars": variables},
+        )
+        others.append(there.remote(nodes, processes))
+    first = subprocess.Popen(command, env=os.environ | place | {"NODE_RANK": "0"})
+    try:
+        while others and first.poll() is None:
+            ended, others = ray.wait(others, timeout=1)
+            ray.get(ended)
+        return first.wait()
+    except ray.exceptions.RayError as error:
+        print(f"The training on another machine has ended: {error}", file=sys.stderr)
+        return TEMPORARY_FAILURE
+    finally:
+        first.kill()
+
+
+def _start_here(nodes: int, processes: int) -> None:
+    """Raises ChildFailedError."""
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     environ = os.environ
+    environ["TORCHRUN_PID"] = str(os.getpid())
     threads = int(environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     environ["OMP_NUM_THREADS"] = str(max(1, threads // processes))
     where = ["--standalone"]
     if nodes > 1:
-        where = [f"--nnodes={nodes}", f"--node-rank={environ['SLURM_NODEID']}"]
+        rank = environ.get("NODE_RANK") or environ["SLURM_NODEID"]
+        where = [f"--nnodes={nodes}", f"--node-rank={rank}"]
         where += [f"--master-{key}={environ[f'MASTER_{key.upper()}']}" for key in ("addr", "port")]
     arguments = [*where, f"--nproc-per-node={processes}", "-m", "pipeline.retrain"]
-    try:
-        torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        return [failure.exitcode for failure in error.failures.values()]
-    return [0]
+    torchrun.run(torchrun.parse_args(arguments))  # type: ignore[no-untyped-call]
 
 
 def run_part(job: Callable[[], int], help_to_train: Callable[[Any, Any], None]) -> NoReturn:

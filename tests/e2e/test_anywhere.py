@@ -4,12 +4,23 @@ job is another user in another root."""
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.engines import RESOURCES, KillNode, podman, ray, run_jobs_on, slurm
+from tests.engines import (
+    RESOURCES,
+    SECOND_RAY_NODE,
+    output,
+    podman,
+    ray,
+    run_jobs_on,
+    second_ray_node,
+    slurm,
+)
 from tests.integration.test_retrain_processes import told_of_steps
 from tests.stack_fixtures import Workplace, clone, configure, facts, stack_up, workplace_in
 
@@ -52,21 +63,35 @@ def test_pushes_are_trained_there_and_served_here(workplace: Workplace) -> None:
         assert (folder / "evaluation.json").exists()
 
 
+def told_by_ray(what: str, about: str) -> Any:
+    return json.loads(output("ray", "list", what, f"--filter={about}", "--format=json"))
+
+
 @pytest.mark.timeout(600)
-def test_two_machines_share_a_training(slurm: KillNode, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["slurm", "ray"])
+def test_two_machines_share_a_training(
+    engine: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(engine)
     workplace, alone = workplace_in(tmp_path), tmp_path / "alone"
     configure(workplace, checkpoint_url=str(tmp_path / "checkpoints"))
-    run_jobs_on("slurm", workplace, "{ cpus = 1, nodes = 2 }")
-    with stack_up(workplace):
+    run_jobs_on(engine, workplace, "{ cpus = 1, nodes = 2 }")
+    another = second_ray_node() if engine == "ray" else nullcontext()
+    with another, stack_up(workplace):
         sha = clone(workplace).push({"facts.jsonl": facts(0, 8)})
         job = workplace.wait_for_job(sha)
         folder = workplace.home / "jobs" / job["id"]
         log = (folder / "log.txt").read_text()
         assert job["outcome"]["result"] == "promoted", f"{job}\n{log}\n{workplace.logs()}"
         assert "2 processes train together" in log
-        for node in ("one", "two"):
-            said = Path(os.environ["SLURM_CONF"]).with_name(f"slurmd-{node}.log").read_text()
-            assert "launch task" in said, said
+        if engine == "ray":
+            (task,) = told_by_ray("tasks", "name=_start_here")
+            (node,) = told_by_ray("nodes", f"node_ip={SECOND_RAY_NODE}")
+            assert task["node_id"] == node["node_id"]
+        else:
+            for name in ("one", "two"):
+                said = Path(os.environ["SLURM_CONF"]).with_name(f"slurmd-{name}.log").read_text()
+                assert "launch task" in said, said
         # The same job in one process, where there is no release yet.
         alone.mkdir()
         spec = json.loads((folder / "spec.json").read_text())

@@ -66,6 +66,14 @@ def test_on_several_machines_srun_starts_it_with_the_cpus_that_sbatch_got(
     assert [each for each in words if "cpus" in each] == [f"--cpus-per-task={cpus}"] * bool(cpus)
 
 
+def test_on_several_machines_of_ray_it_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SystemExit, match=r"needs the Python package `ray`: install") as ended:
+        start(2, 1)
+    assert isinstance(ended.value.code, str)  # Python prints it and exits with 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("lora_rank", [0, 4])

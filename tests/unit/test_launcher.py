@@ -103,7 +103,7 @@ def submitted(engine: Engine, preset: str, resources: Resources) -> tuple[str, d
     [
         (
             "ray",
-            {"nodes", "image", "queue", "timeout_seconds"},
+            {"image", "queue", "timeout_seconds"},
             f"job submit --no-wait --submission-id={NAME} --runtime-env=runtime_env "
             f"--entrypoint-num-cpus=2 --entrypoint-num-gpus=1 --entrypoint-memory={16 << 30} "
             f"-- {AGENT}",
