@@ -10,6 +10,7 @@ slow down the thread that computes tokens. It uses urllib, because httpx takes l
 to receive than a small release takes to copy.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -38,7 +39,7 @@ from serving.weights.release import (
     read_header,
 )
 from serving.weights.release_store import UNFINISHED, list_releases, release_lock, sweep_locked
-from serving.weights.verify import verify_layout, verify_release
+from serving.weights.verify import check_files, verify_release
 
 EXIT_LATER = 75
 """The exit code after an error that may be gone at the next try (EX_TEMPFAIL of sysexits.h)."""
@@ -111,9 +112,15 @@ def fetch_release(pipeline_dir: Path, source: Source, revision: str) -> Release:
         known = _Known(pipeline_dir, list_releases(pipeline_dir))
         with unfinished_folder(pipeline_dir) as folder:
             (folder / RELEASE_FILE).write_bytes(manifest)
-            for name in release.files:
+
+            def bring(name: str) -> None:
                 _bring(source, source.file_url(revision, name), folder / name, release, known)
-            if reasons := verify_layout(folder, release):
+
+            # The hub takes a while to find a file, so the small ones come beside a large one.
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(bring, release.files))
+            # `verify_layout` would import numpy for the headers, and a swap calls it anyway.
+            if reasons := check_files(folder, release):
                 raise ReleaseError(*reasons)
             if target.is_dir():
                 target.rename(pipeline_dir / f"{UNFINISHED}{release.id}")
@@ -293,6 +300,7 @@ def main() -> None:
     folder, endpoint, repo, revision = sys.argv[1:]
     source = Source(endpoint=endpoint, repo=repo, token=os.environ.get("HF_TOKEN"))
     os.nice(10)  # the server computes beside it
+    gc.freeze()  # the end of the process would look at all that was imported, for 40 ms
     if endpoint.startswith("https:"):  # the system may have no certificates, or other ones
         from certifi import where
 

@@ -53,7 +53,7 @@ def measure(size: Size) -> Result:
         return Result(
             figures=(*jobs, *_release(Path(name), size), *_processes(Path(name), size)),
             bounded_by="jobs: an agent and a command for each, on the cores that the runners and "
-            f"Postgres share ({os.cpu_count()}); a release: sha256",
+            f"Postgres share ({os.cpu_count()}); a release: Python's start, sha256",
         )
 
 
