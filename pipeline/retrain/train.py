@@ -200,7 +200,7 @@ def _loop(
             if missed == 0 or (progress.stale == PATIENCE and not plan.ends_when_right):
                 break
             if plan.ends_when_right:
-                _learn_again(progress, wrong)
+                _learn_again(plan, progress, wrong)
         if from_first(time.monotonic() - saved_at >= settings.checkpoint_seconds):
             record = _checkpoint(plan, progress, mode)
             checkpoints.save(place, job_dir, record, _state(model, optimizer, best))
@@ -383,9 +383,8 @@ def _step(
     anchors = in_turn(plan.anchors, progress.anchored, anchor_tokens, lambda each: each.sequence)
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
     own_anchors = list(chain(*own_part([anchors])))
-    deleted = in_turn(
-        plan.unlearned, progress.unlearned, plan.step_tokens, plan.sequences.__getitem__
-    )
+    said = [index for index in plan.unlearned if not progress.streak[index]]
+    deleted = in_turn(said, progress.unlearned, plan.step_tokens, plan.sequences.__getitem__)
     still_said: list[bool] = []
     for part in parts:
         own = own_part(part)
@@ -453,23 +452,23 @@ def _measure(
     losses = row_losses(model, [plan.numbered(index) for index in checked])
     wrong = [loss.row for loss in losses if not loss.is_learned]
     unlearned = row_losses(model, [plan.numbered(index) for index in plan.unlearned])
-    missed = len(wrong) + sum(loss.is_learned for loss in unlearned)
+    wrong += [loss.row for loss in unlearned if loss.is_learned]
     metrics.write(
         "train",
         "evaluation",
         step=progress.step,
         loss=mean_loss(losses) if losses else None,
-        right=len(checked) + len(unlearned) - missed,
+        right=len(checked) + len(unlearned) - len(wrong),
         rows=len(checked) + len(unlearned),
     )
-    return float(missed), wrong
+    return float(len(wrong)), wrong
 
 
-def _learn_again(progress: TrainingState, wrong: Sequence[int]) -> None:
+def _learn_again(plan: TrainingPlan, progress: TrainingState, wrong: Sequence[int]) -> None:
     """Begin a new pass after a measurement has found wrong rows. The wrong rows are due at once."""
     _end_pass(progress)
     progress.warm_up_from, progress.cool_down_from = progress.step, None
-    progress.lost = sorted({*progress.lost, *wrong})
+    progress.lost = sorted({*progress.lost, *wrong}.difference(plan.unlearned))
     for index in wrong:
         progress.streak[index], progress.due[index] = 0, progress.number
 
