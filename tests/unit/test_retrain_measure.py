@@ -86,7 +86,7 @@ def evaluation(
     """waiting: rows that no step has visited, or if `is_whole`, that were wrong in their visit."""
     places = tuple(range(len(waiting)))
     state = {"not_learned" if is_whole else "not_trained": places}
-    done = Checkpoint.model_validate({"mode": "full", "step": 1, "tokens": 1, "file": ""} | state)
+    done = Checkpoint.model_validate({"mode": "full", "step": 1, "tokens": 1, "name": ""} | state)
     of = data(mode="delta", changed=tuple(waiting), **told)
     return compare(found, served, new, GateSettings(), of, done, against="r")
 
