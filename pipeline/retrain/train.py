@@ -484,7 +484,8 @@ def _checkpoint(
         tokens=progress.tokens,
         not_trained=plan.rows_of(waiting),
         not_learned=plan.rows_of(wrong),
-        name="best" if finished else f"step-{progress.step:06d}",
+        # With the mode: a full training does not write into the folder of the delta before it.
+        name=f"best-{mode}" if finished else f"step-{progress.step:06d}",
         progress=None if finished else progress,
         finished=finished,
     )

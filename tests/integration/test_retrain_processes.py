@@ -43,7 +43,7 @@ def trained(folder: Path, lora_rank: int, *launcher: str) -> tuple[list[Any], di
         ended = subprocess.run([*command, "9"], env=environ, check=False, timeout=200)
         assert ended.returncode == 1
     subprocess.run(command, env=environ, check=True, timeout=200)
-    weights = stored_weights(folder / "checkpoints/best")
+    weights = stored_weights(folder / "checkpoints/best-full")
     number = max(folder.glob("parameters-*")).read_text()
     return told_of_steps(folder), weights, int(number)
 

@@ -306,7 +306,7 @@ def test_a_checkpoint_that_finds_no_room_is_told_and_the_training_goes_on(
     monkeypatch.setattr("pipeline.retrain.checkpoint.write_record", full)
     done, _ = run(tmp_path, plan_of(rows(4)), checkpoint_seconds=1e-9)
     assert done.finished and not (tmp_path / "checkpoint.json").exists()
-    assert "checkpoints/best could not be written" in caplog.messages[-1]
+    assert "checkpoints/best-full could not be written" in caplog.messages[-1]
     assert "No space left on device" in caplog.messages[-1]
 
 
@@ -316,8 +316,10 @@ def test_a_checkpoint_that_cannot_be_read_lets_the_next_attempt_begin_again(
 ) -> None:
     plan = plan_of(rows(4))
     whole, _ = run(tmp_path, plan)
-    (tmp_path / "checkpoints/best" / name).unlink()
-    with pytest.raises(CheckpointUnreadable, match=f"checkpoints/best cannot be read .*{name}"):
+    (tmp_path / "checkpoints/best-full" / name).unlink()
+    with pytest.raises(
+        CheckpointUnreadable, match=f"checkpoints/best-full cannot be read .*{name}"
+    ):
         run(tmp_path, plan)
     again, _ = run(tmp_path, plan)
     assert again == whole
