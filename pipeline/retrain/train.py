@@ -6,7 +6,8 @@ the rows:
 - Rows with an answer: each pass asks for it in another wording of the question, in turn, and for
   its beginning in some others. When most of the answers are right, the learning rate begins to
   fall. When it is low, the answers to the questions in their own words are measured, and wrong ones
-  are learned again. Training ends when none is wrong, or when the token budget is used up.
+  are learned again. Training ends when none is wrong, when very few are and stay so, or when the
+  token budget is used up.
 - Rows of plain text: training uses its whole token budget, unless the loss on held-out rows stops
   improving. The weights with the lowest held-out loss are kept.
 
@@ -75,8 +76,9 @@ MAX_REST = 3
 in this many passes."""
 EVALUATIONS = 12
 """How often a training on plain text measures the held-out loss."""
-PATIENCE = 3
-"""Training on text ends after this many measurements without a better one."""
+PATIENCE, FEW_MISSED = 3, 0.02
+"""Training ends after this many measurements without a better one. If the rows have an answer, only
+if at most the share FEW_MISSED of those to learn is wrong: the next job tries these again."""
 
 
 def train(
@@ -197,7 +199,8 @@ def _loop(
             if _is_better(missed, progress.best):
                 best = checkpoints.copy_weights(model)
                 progress.best, progress.stale = missed, 0
-            if missed == 0 or (progress.stale == PATIENCE and not plan.ends_when_right):
+            allowed = FEW_MISSED * len(plan.counted) if plan.ends_when_right else math.inf
+            if missed == 0 or (progress.stale >= PATIENCE and missed <= allowed):
                 break
             if plan.ends_when_right:
                 _learn_again(plan, progress, wrong)

@@ -155,6 +155,16 @@ def test_wrong_rows_are_learned_again_at_half_the_rate_after_each_measurement_wi
     assert shares == pytest.approx([0.5, 0.25, 0.5, 0.25, 0.125, 0.1])
 
 
+def test_a_training_gives_up_very_few_rows_that_stay_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 of 100, after three measurements without fewer. 5 are too many."""
+    missed = [5.0, 5.0, 5.0, 5.0, 2.0, 2.0, 2.0, 2.0]
+    monkeypatch.setattr(loop, "_measure", lambda *_: (missed.pop(0), [0]))
+    run(tmp_path, plan_of(questions(100), counted=True, learning_rate=1e-2, max_tokens=60_000))
+    assert not missed
+
+
 def test_a_deleted_answer_is_unlearned_and_the_others_are_kept(tmp_path: Path) -> None:
     known = questions(16)
     model = model_that_knows(known, tmp_path / "first")
