@@ -200,6 +200,8 @@ def _loop(
                 best = checkpoints.copy_weights(model)
                 progress.best, progress.stale = missed, 0
             allowed = FEW_MISSED * len(plan.counted) if plan.ends_when_right else math.inf
+            if plan.unlearned:  # a deleted answer is never given up
+                allowed = 0.0
             if missed == 0 or (progress.stale >= PATIENCE and missed <= allowed):
                 break
             if plan.ends_when_right:

@@ -39,7 +39,7 @@ from serving.weights.release import (
     read_header,
 )
 from serving.weights.release_store import UNFINISHED, list_releases, release_lock, sweep_locked
-from serving.weights.verify import check_files, verify_release
+from serving.weights.verify import verify_layout, verify_release
 
 EXIT_LATER = 75
 """The exit code after an error that may be gone at the next try (EX_TEMPFAIL of sysexits.h)."""
@@ -119,8 +119,7 @@ def fetch_release(pipeline_dir: Path, source: Source, revision: str) -> Release:
             # The hub takes a while to find a file, so the small ones come beside a large one.
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(bring, release.files))
-            # `verify_layout` would import numpy for the headers, and a swap calls it anyway.
-            if reasons := check_files(folder, release):
+            if reasons := verify_layout(folder, release):
                 raise ReleaseError(*reasons)
             if target.is_dir():
                 target.rename(pipeline_dir / f"{UNFINISHED}{release.id}")
