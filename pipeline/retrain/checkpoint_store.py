@@ -46,7 +46,10 @@ def keep_only(job_dir: Path, name: str) -> None:
     with errors_told(url):
         store, folder = open_store(url)
         if (job_dir / PLACE).exists():
-            store.pipe_file(f"{folder}/{CHECKPOINT}", (job_dir / CHECKPOINT).read_bytes())
+            # A write into a folder may be cut off, and a rename not.
+            written = f"{folder}/{CHECKPOINT}.new"
+            store.pipe_file(written, (job_dir / CHECKPOINT).read_bytes())
+            store.mv(written, f"{folder}/{CHECKPOINT}")
         for other in store.ls(folder, detail=False):
             if Path(other).name not in (name, CHECKPOINT):
                 store.rm(other, recursive=True)

@@ -373,7 +373,7 @@ def test_a_release_whose_swap_was_deferred_is_served_after_the_next_attempt(
 @pytest.mark.timeout(600)
 def test_a_preempted_training_goes_on_elsewhere(tmp_path: Path) -> None:
     store, anchors = tmp_path / "store", few_anchors(tmp_path)
-    train = {"max_tokens": 3_000, "tokens_per_step": 128, "checkpoint_seconds": 1e-9}
+    train = {"max_tokens": 400, "tokens_per_step": 128, "checkpoint_seconds": 1e-9}
     train |= {"anchors": anchors, "lora_rank": 0, "checkpoint_url": f"file://{store}"}
     gate = {"min_learned": 0.0, "max_base_drift": 1.0}
     pipeline = Pipeline(tmp_path, base_model=tiny_base(tmp_path), train=train, gate=gate)
