@@ -13,7 +13,7 @@ from dotenv import dotenv_values
 
 from jobs.spec import is_git_url
 from pipeline import space_deploy
-from pipeline.cli.terminal import ChangesStack, JsonOption, without_none
+from pipeline.cli.terminal import JsonOption, without_none
 from pipeline.cli.webhooks import hub_access
 from pipeline.errors import PipelineError
 from pipeline.logs import log_to_stderr
@@ -72,17 +72,17 @@ def receiver(
         server.launch(share=server.settings.tunnel is not None)
 
 
-@app.command(cls=ChangesStack)
+@app.command()
 def deploy(
     space: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The Space.")],
+    endpoint: Annotated[
+        str, typer.Option(help="A hub that runs Spaces, such as https://huggingface.co.")
+    ],
     folder: Annotated[
         Path | None, typer.Argument(help="The folder with your app.py. Default: an example.")
     ] = None,
     secret_file: Annotated[
         str | None, typer.Option(help="A file with a line WEBHOOK_SECRET=VALUE, or - for stdin.")
-    ] = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="Another hub, such as https://huggingface.co.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,8 +93,8 @@ def deploy(
     WEBHOOK_SECRET. The value of this secret is read from --secret-file. Without it, the value is
     the webhook secret of the stack.
 
-    The hub is the stack's own, or that of --endpoint. Another hub gets your own token: HF_TOKEN, or
-    the token of `hf auth login`.
+    The hub is that of --endpoint: the stack's own runs no Space. It gets your own token: HF_TOKEN,
+    or the token of `hf auth login`.
     """
     if space.count("/") != 1 or not all(space.split("/")):
         raise PipelineError(f"{space!r} is not the name of a Space: write OWNER/NAME")
@@ -112,9 +112,6 @@ def deploy(
     print(f"{deployed.url} is at {deployed.commit} with these files:")
     for name, count in Counter(file.partition("/")[0] for file in deployed.files).items():
         print(f"  {name}" + (f" ({count} files)" if count > 1 else ""))
-    if endpoint is None:
-        print("The stack's own hub does not run the apps of Spaces, and keeps no secret of them.")
-        return
     print(f"The secret {space_deploy.SECRET} is set.")
     url = f"{space_deploy.public_address(space)}/webhooks/NAME"
     print(f"Webhooks can post to {url}, where NAME is the name of a function. Create one with:")

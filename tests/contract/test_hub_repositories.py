@@ -299,9 +299,7 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         lambda: hub.api.get_space_secrets("Ada/space"),
         lambda: hub.api.super_squash_history("Ada/space", repo_type="space"),
         lambda: hub.api.update_repo_settings("Ada/space", private=False, repo_type="space"),
-        lambda: hub.api.create_repo(
-            "Ada/other", repo_type="space", space_sdk="static", space_secrets=[{"key": "A"}]
-        ),
+        lambda: hub.api.add_space_secret("Ada/space", "KEY", "value"),
     ):
         with pytest.raises(HfHubHTTPError, match="not supported by this hub") as refused:
             act()

@@ -1,14 +1,12 @@
-"""`pipeline receiver deploy`, with a hub that stores the Space."""
+"""`pipeline receiver deploy`, with a hub that stores the Space, but takes no secret of it."""
 
 import json
 import os
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from huggingface_hub import HfApi, metadata_load
@@ -16,7 +14,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.main import app
 from pipeline.tokens import Tokens, load_tokens
-from tests.hub_fixtures import RunningHub, running_hub
+from tests.hub_fixtures import TOKEN, RunningHub, running_hub
 
 OTHERS = ("PIPELINE_", "HF_", "GRADIO_", "SPACE_")
 """How variables begin that the command would read."""
@@ -28,9 +26,10 @@ class Stack:
     tokens: Tokens
     env: dict[str, str | None]
 
-    def run(self, *arguments: str, code: int = 0, **more: str) -> str:
+    def deploy(self, *arguments: str, code: int = 0, **more: str) -> str:
         """What the command printed, or why it did nothing."""
-        result = CliRunner().invoke(app, ["receiver", *arguments], env=self.env | more)
+        command = ["receiver", "deploy", "--endpoint", self.hub.url, *arguments]
+        result = CliRunner().invoke(app, command, env=self.env | more)
         printed = result.output + str(result.exception or "")
         assert result.exit_code == code, printed
         assert self.tokens.webhook not in printed
@@ -46,20 +45,26 @@ def last_json(printed: str) -> Any:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     home = tmp_path_factory.mktemp("home")
     tokens = load_tokens(home / "tokens.json")
-    with running_hub(home / "hub", token=tokens.hub, secret_key=tokens.key.encode()) as hub:
+    with running_hub(home / "hub") as hub:
         unset = dict.fromkeys(name for name in os.environ if name.startswith(OTHERS))
         env = unset | {
             "PIPELINE_HOME": str(home),
-            "PIPELINE_HUB__PORT": str(hub.settings.port),
             "PIPELINE_SETTINGS": str(home / "pipeline.toml"),
+            "HF_TOKEN": TOKEN,
         }
         yield Stack(hub=hub, tokens=tokens, env=env)
 
 
+@pytest.fixture
+def add_secret() -> Iterator[Mock]:
+    with patch.object(HfApi, "add_space_secret") as add_secret:
+        yield add_secret
+
+
 def test_deploy_makes_the_space_and_a_second_time_changes_nothing(
-    stack: Stack, tmp_path: Path
+    stack: Stack, tmp_path: Path, add_secret: Mock
 ) -> None:
-    first = last_json(stack.run("deploy", "ada/made", "--json"))
+    first = last_json(stack.deploy("ada/made", "--json"))
     info = stack.hub.api.space_info("ada/made")
     assert info.sha == first["commit"]
     files = set(stack.hub.api.list_repo_files("ada/made", repo_type="space"))
@@ -72,15 +77,15 @@ def test_deploy_makes_the_space_and_a_second_time_changes_nothing(
     card = metadata_load(readme)
     assert card is not None
     assert (card["sdk"], card["app_file"]) == ("gradio", "app.py")
-    with closing(sqlite3.connect(stack.hub.root / "hub.sqlite")) as database:
-        scopes = database.execute("SELECT scope FROM events").fetchall()
-    assert ("repo.config",) in scopes, "the secret was sent"
+    assert add_secret.call_args.args == ("ada/made", "WEBHOOK_SECRET", stack.tokens.webhook)
 
-    again = last_json(stack.run("deploy", "ada/made", "--json"))
+    again = last_json(stack.deploy("ada/made", "--json"))
     assert again["commit"] == first["commit"]
 
 
-def test_a_folder_is_deployed_without_what_must_stay_here(stack: Stack, tmp_path: Path) -> None:
+def test_a_folder_is_deployed_without_what_must_stay_here(
+    stack: Stack, tmp_path: Path, add_secret: Mock
+) -> None:
     folder = tmp_path / "mine"
     (folder / ".git").mkdir(parents=True)
     (folder / ".git" / "config").write_text("")
@@ -89,8 +94,7 @@ def test_a_folder_is_deployed_without_what_must_stay_here(stack: Stack, tmp_path
     (folder / "README.md").write_text("# Mine\n")
     (folder / "requirements.txt").write_text("pandas\n")
     secret_file = ("--secret-file", str(folder / ".env"))
-    with patch.object(HfApi, "add_space_secret") as add_secret:
-        deployed = last_json(stack.run("deploy", "ada/mine", str(folder), *secret_file, "--json"))
+    deployed = last_json(stack.deploy("ada/mine", str(folder), *secret_file, "--json"))
     assert add_secret.call_args.args == ("ada/mine", "WEBHOOK_SECRET", "own-s3cret")
     assert {"README.md", "app.py", "requirements.txt"} <= {*deployed["files"]}
     assert not any(file.startswith(".") for file in deployed["files"])
@@ -103,12 +107,12 @@ def test_a_folder_is_deployed_without_what_must_stay_here(stack: Stack, tmp_path
 def test_what_is_missing_is_said(stack: Stack, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "there is no app.py in" in stack.run("deploy", "ada/x", str(empty), code=1)
-    assert "write OWNER/NAME" in stack.run("deploy", "nothing", code=1)
+    assert "there is no app.py in" in stack.deploy("ada/x", str(empty), code=1)
+    assert "write OWNER/NAME" in stack.deploy("nothing", code=1)
     (empty / "secrets").write_text("OTHER=1\n")
-    printed = stack.run("deploy", "ada/x", "--secret-file", str(empty / "secrets"), code=1)
+    printed = stack.deploy("ada/x", "--secret-file", str(empty / "secrets"), code=1)
     assert "has no line WEBHOOK_SECRET=VALUE" in printed
     (empty / "app.py").touch()
-    elsewhere = ("--endpoint", stack.hub.url)
-    printed = stack.run("deploy", "ada/x", *elsewhere, code=1, HF_TOKEN="hf_wrong")
+    printed = stack.deploy("ada/x", code=1, HF_TOKEN="hf_wrong")
     assert "refused the token (401" in printed and "that may do this" in printed
+    assert "/secrets is not supported by this hub" in stack.deploy("ada/x", code=1)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from jobs.spec import DEFAULT_BRANCH
 from pipeline.hub.contents import resolve_revision
-from pipeline.hub.errors import BadRequest, Conflict, NotSupported, RevisionNotFound
+from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
 from pipeline.hub.events import Event, create_repository, owner_id, record_ref_changes
 from pipeline.hub.git import NO_REF, PULL_REQUEST_PREFIX, git, lines_of
 from pipeline.hub.http_json import Json, client_warning, hub_url, json_body
@@ -35,15 +35,13 @@ router = APIRouter()
 
 
 class NamedRepository(BaseModel):
-    # The client also sends options that this hub does not have, such as visibility and hardware.
+    # The client also sends options that this hub does not have, such as visibility and secrets.
     name: str
     organization: str | None = None
     type: RepositoryType = "model"
 
 
 class NewRepository(NamedRepository):
-    secrets: tuple[object, ...] = ()
-    variables: tuple[object, ...] = ()
     empty: bool = False
     """Whether to create the repository without a first commit, so that the first `git push` needs
     no pull. The Hugging Face Hub does not have this option."""
@@ -73,11 +71,6 @@ def create(
     body: Annotated[NewRepository, json_body(NewRepository)],
 ) -> Json:
     name = _new_name(hub, body.type, body.organization, body.name)
-    if body.secrets or body.variables:
-        raise NotSupported(
-            "A new Space with secrets or variables: not supported by this hub, which runs no "
-            "Space. Create the Space without them."
-        )
     author = None if body.empty else identity.signature
     repository = create_repository(hub.repositories, hub.log, name, author)
     return {"url": f"{hub_url(request)}/{name.path}", "name": name.id, "id": repository.id}
@@ -139,20 +132,6 @@ def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> R
             "something else, so nobody could reach the repository. Choose another name."
         )
     return repository_name(type, owner, name)
-
-
-@router.post(f"{API}/secrets")
-def put_secret(hub: HubOf, identity: Writer, space: Locked) -> JSONResponse:
-    """Takes a secret of a Space, and does not even read it: no program on this hub could use it.
-    Like the Hugging Face Hub, stores an event of the scope `repo.config`."""
-    identity.require_person("secrets of a Space")
-    if space.name.type != "space":
-        raise BadRequest(f"A {space.name.type} has no secrets: only a Space has any.")
-    config = Event(action="update", scope="repo.config", more={"updatedConfig": {"private": True}})
-    with hub.database.write() as connection:
-        hub.log.record(connection, space, config)
-    told = client_warning("secret", ["this hub runs no Space, and keeps no secret of one"])
-    return JSONResponse(None, headers=told)
 
 
 @router.get(f"{API}/refs")
