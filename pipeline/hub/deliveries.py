@@ -80,16 +80,6 @@ def is_forbidden(address: Address) -> bool:
     return address.is_link_local or address.is_multicast or address in _METADATA
 
 
-def check_literal(host: str) -> None:
-    """Raises ValueError if `host` is an address, not a name, and no webhook may call it."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return
-    if is_forbidden(address):
-        raise ValueError(_refusal(host, address))
-
-
 async def resolve(host: str, port: int) -> tuple[Address, ...]:
     """All addresses of `host`, which may also be an address, in the order in which to try them.
 
@@ -104,13 +94,12 @@ async def resolve(host: str, port: int) -> tuple[Address, ...]:
     found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
     for address in found:
         if is_forbidden(address):
-            raise HubError(_refusal(host, address))
+            leads = "is" if host == str(address) else f"leads to {address},"
+            raise HubError(
+                f"{host} {leads} a link-local, multicast or metadata address: no webhook may call "
+                "it. Give the webhook another URL."
+            )
     return found
-
-
-def _refusal(host: str, address: Address) -> str:
-    leads = "is" if host == str(address) else f"leads to {address},"
-    return f"{host} {leads} a link-local, multicast or metadata address: no webhook may call it"
 
 
 async def post(due: Due, url: str, secret: str | None, *, timeout_seconds: float) -> dict[str, Any]:

@@ -202,6 +202,15 @@ def test_an_answer_that_is_not_2xx_is_tried_again_under_the_same_id(
     assert len({one.body for one in received}) == 1
 
 
+def test_a_url_that_no_webhook_may_call_is_told_by_its_test(hub: RunningHub) -> None:
+    created = hub.api.create_webhook(url="http://169.254.169.254/", watched=WATCHED)
+    hub.request("POST", f"/api/settings/webhooks/{created.id}/test")
+    [delivery] = wait_until(
+        lambda: [each for each in hub.deliveries(created.id) if each["error"] is not None]
+    )
+    assert "169.254.169.254 is a link-local" in delivery["error"]
+
+
 def test_a_receiver_that_hangs_delays_nobody_else(
     hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
 ) -> None:

@@ -16,12 +16,10 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from pydantic import ValidationError
 
 from pipeline.hub import deliveries
 from pipeline.hub.deliveries import headers, is_forbidden, resolve
 from pipeline.hub.errors import HubError
-from pipeline.hub.routes.webhooks import WebhookRequest
 from pipeline.hub.webhooks import Attempt, Due
 from tests.hub_fixtures import recording_receiver
 from tests.ports import free_port
@@ -51,11 +49,6 @@ DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0)
 )
 def test_what_no_webhook_may_call(text: str) -> None:
     assert is_forbidden(ipaddress.ip_address(text))
-    host = f"[{text.partition('%')[0]}]" if ":" in text else text
-    with pytest.raises(ValidationError, match="no webhook may call"):
-        WebhookRequest.model_validate(
-            {"url": f"http://{host}/", "watched": [{"type": "user", "name": "x"}]}
-        )
     with pytest.raises(HubError, match="no webhook may call"):
         asyncio.run(resolve(text, 80))
 

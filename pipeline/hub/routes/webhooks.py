@@ -15,7 +15,6 @@ from jobs.errors import JobNotFound
 from jobs.job import seal
 from pipeline.hub import webhooks
 from pipeline.hub.database import webhooks as table
-from pipeline.hub.deliveries import check_literal
 from pipeline.hub.errors import BadRequest, Forbidden, NotSupported
 from pipeline.hub.events import Event
 from pipeline.hub.http_json import Json, client_warning, json_body
@@ -36,13 +35,6 @@ from receiver.payload import PING
 from receiver.verify import check_signing_secret
 from receiver.webhooks import Domain
 
-
-def _may_be_called(url: AnyHttpUrl) -> str:
-    check_literal((url.host or "").strip("[]"))
-    return str(url)
-
-
-HttpUrl = Annotated[AnyHttpUrl, AfterValidator(_may_be_called)]
 # Visible ASCII, because the secret is sent in a header, where other characters may be changed.
 Secret = Annotated[
     str,
@@ -56,7 +48,8 @@ class WebhookRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    url: HttpUrl | None = None
+    url: AnyHttpUrl | None = None
+    """Each attempt checks whether it may be called, because a name can get another address."""
     jobSourceId: str | None = None
     """The id of the job of which the webhook starts copies, instead of calling a URL."""
     watched: tuple[HubWatchedItem, ...] = ()
@@ -89,7 +82,7 @@ def update_webhook(
     webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
-        changes |= {"url": request.url, "job_id": None}
+        changes |= {"url": str(request.url), "job_id": None}
     elif request.jobSourceId is not None:
         changes |= {"url": None, "job_id": request.jobSourceId}
     if request.watched:
