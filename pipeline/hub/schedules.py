@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 LABEL = "scheduled-job"
 """The label of a run has the id of its scheduled job."""
 _CHECK_SECONDS, _SECONDS_AFTER_ERROR = 1.0, 30.0
-_MOST_MISSED = 1000
 _ALIASES = {
     "@yearly": "0 0 1 1 *",
     "@annually": "0 0 1 1 *",
@@ -46,14 +45,6 @@ def next_run(schedule: str, after: float) -> float:
         ) from None
 
 
-def _num_missed(schedule: str, first: float, now: float) -> int:
-    """How many runs were due after the `first` one; at most _MOST_MISSED."""
-    number = 0
-    while number < _MOST_MISSED and (first := next_run(schedule, first)) <= now:
-        number += 1
-    return number
-
-
 def _is_running(store: JobStore, job_id: str | None) -> bool:
     try:
         return job_id is not None and not store.get(job_id).has_ended
@@ -67,9 +58,10 @@ def start_due(database: Database, store: JobStore, now: float) -> None:
         due = connection.execute(select(table).where(table.c.next_run_at <= now)).all()
     for each in due:
         changes: dict[str, object] = {"next_run_at": next_run(each.schedule, now)}
-        if missed := _num_missed(each.schedule, each.next_run_at, now):
-            said = "scheduled job %s: %d runs were missed while the hub did not run"
-            logger.warning(said, each.id, missed)
+        if next_run(each.schedule, each.next_run_at) <= now:
+            since = datetime.fromtimestamp(each.next_run_at, UTC)
+            said = "scheduled job %s: runs since %s were missed; one run replaces them"
+            logger.warning(said, each.id, since)
         if _is_running(store, each.last_job_id):
             logger.warning(
                 "scheduled job %s: a run is left out, because its last one, %s, has not ended",
