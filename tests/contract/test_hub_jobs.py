@@ -88,7 +88,7 @@ def test_the_command_runs_a_job_and_shows_its_secret_nowhere(
     done = hf("run", *options, "--name", "first", IMAGE, "sh", "-c", script)
     assert done.returncode == 0, done.stderr
     assert "red 6" in done.stdout.splitlines() and "Job j000001 completed" in done.stdout
-    assert "the image and the flavor are ignored" in done.stderr
+    assert "the flavor is ignored, and the image too unless" in done.stderr
     job = store.get("j000001")
     assert (job.spec.timeout_seconds, job.by_hand) == (300, True)
     assert unseal(job.spec.sealed_env, SECRET_KEY) == {"API_KEY": "s3cret"}

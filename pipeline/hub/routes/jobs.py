@@ -41,10 +41,9 @@ _LINE_CHARACTERS = 1 << 20
 """A longer line is sent in parts, because the hub keeps a line in memory until its end."""
 _ASKED = ("dockerImage", "spaceId", "flavor")
 """The fields that the hub keeps in the settings of a job's spec, and does not interpret."""
-_IGNORED_HERE = client_warning(
-    "jobs", ["the image and the flavor are ignored: the command runs on the machine of this stack"]
+_IGNORED = client_warning(
+    "jobs", ["the flavor is ignored, and the image too unless [hub] jobs_launcher names an engine"]
 )
-_IGNORED_ELSEWHERE = client_warning("jobs", ["the flavor is ignored"])
 
 
 class RunRequest(BaseModel):
@@ -96,10 +95,6 @@ router = APIRouter(prefix="/api", dependencies=[Depends(person)])
 _OWN = [Depends(hubs_own)]
 
 
-def _ignored(hub: Hub) -> dict[str, str]:
-    return _IGNORED_HERE if hub.settings.jobs_launcher == LOCAL else _IGNORED_ELSEWHERE
-
-
 def _found(hub: HubOf, id: str) -> Job:
     return hub.jobs_store.get(id)
 
@@ -110,7 +105,7 @@ Found = Annotated[Job, Depends(_found)]
 @router.post("/jobs/{owner}", dependencies=_OWN)
 def run(hub: HubOf, body: Annotated[RunRequest, json_body(RunRequest)]) -> JSONResponse:
     job = hub.jobs_store.submit(body.spec(hub.secret_key, hub.settings.jobs_launcher), by_hand=True)
-    return JSONResponse(_described(hub, job), headers=_ignored(hub))
+    return JSONResponse(_described(hub, job), headers=_IGNORED)
 
 
 @router.get("/jobs/{owner}")
@@ -210,7 +205,7 @@ def schedule(hub: HubOf, body: Annotated[ScheduleRequest, json_body(ScheduleRequ
     }
     with hub.database.write() as connection:
         made = connection.execute(insert(table).values(values).returning(table)).one()
-    return JSONResponse(_described_schedule(hub, made), headers=_ignored(hub))
+    return JSONResponse(_described_schedule(hub, made), headers=_IGNORED)
 
 
 @router.get(SCHEDULED)
