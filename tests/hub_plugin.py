@@ -14,8 +14,7 @@ def hub(tmp_path: Path) -> Iterator[RunningHub]:
     with running_hub(
         tmp_path / "hub",
         delivery_schedule_seconds=(0, 0.05, 0.05, 0.05),
-        refused_min_seconds=0.05,
-        refused_max_seconds=0.1,
+        refused_seconds=0.1,
         delivery_timeout_seconds=5,
     ) as hub:
         yield hub

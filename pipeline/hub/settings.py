@@ -32,11 +32,10 @@ class HubSettings(BaseModel):
     is read."""
     suspend_after_seconds: float = Field(default=300, ge=0)
     """A webhook counts as suspended when all its attempts have failed for this time."""
-    refused_min_seconds: float = Field(default=0.5, gt=0)
+    refused_seconds: float = Field(default=5, gt=0)
     """A receiver on this machine that refuses connections is probably still starting. The hub tries
-    again after this wait, which grows each time. A refused connection uses up no attempt."""
-    refused_max_seconds: float = Field(default=5, gt=0)
-    """The longest wait after a refused connection."""
+    again after half a second, and then after longer and longer waits: this is the longest. A
+    refused connection uses up no attempt."""
     keep_deliveries_days: float = Field(default=30, gt=0)
     """For how many days the hub keeps a delivery that is delivered or dead. A person can list and
     replay it in this time."""

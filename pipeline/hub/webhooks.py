@@ -262,9 +262,9 @@ def settle(
         now, since = time.time(), before.failing_since or attempt.started_at
         failing_seconds = attempt.started_at - since
         if attempt.refused:
-            # The receiver is probably starting. Wait as long as it has refused: the wait doubles.
-            shortest, longest = settings.refused_min_seconds, settings.refused_max_seconds
-            wait = min(max(failing_seconds, shortest), longest)
+            # The receiver is probably starting. Wait half a second, and then as long as it has
+            # refused: the wait doubles.
+            wait = min(max(failing_seconds, 0.5), settings.refused_seconds)
         else:
             # After the last attempt of the head, the next delivery follows at once.
             wait = 0 if is_last else settings.delivery_schedule_seconds[made]

@@ -35,8 +35,7 @@ def test_each_event_reaches_its_handler_once(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "delivery_schedule_seconds": (0, *[0.02] * 40),
         "delivery_timeout_seconds": 0.5,
-        "refused_min_seconds": 0.02,
-        "refused_max_seconds": 0.05,
+        "refused_seconds": 0.05,
     }
     server.launch(prevent_thread_lock=True)
     try:

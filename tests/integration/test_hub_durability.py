@@ -48,7 +48,7 @@ if fault:
     git_http.record_ref_changes = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 settings = HubSettings(
     port=int(port), delivery_schedule_seconds=(0,) + (0.05,) * 50,
-    refused_min_seconds=0.05, refused_max_seconds=0.1,
+    refused_seconds=0.1,
 )
 store = JobStore.open(Path(root).with_name("jobs.sqlite"))
 app = create_app(
