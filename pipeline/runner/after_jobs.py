@@ -1,10 +1,9 @@
-"""Does the work that follows the end of a job, in threads of the runner's process.
+"""Does the work that follows the end of a job, in a thread of the runner's process.
 
-When a job ends, the first thread counts the outcome (how the job ended) in the runner's metrics for
+When a job ends, the thread counts the outcome (how the job ended) in the runner's metrics for
 Prometheus. It also removes files that only a running job needs, and hands the outcome to the
-command of the setting `on_outcome`. Once an hour, the second thread removes the folders of jobs
-after `keep_days` (a setting under `[jobs]`), and deletes jobs from the job store after at least
-KEEP_JOBS_DAYS.
+command of the setting `on_outcome`. Once an hour, it removes the folders of jobs after `keep_days`
+(a setting under `[jobs]`), and deletes jobs from the job store after at least KEEP_JOBS_DAYS.
 """
 
 import json
@@ -17,6 +16,7 @@ import time
 from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 PRUNE_SECONDS = 3600.0
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
-"""After an error of the store, `Outcomes.follow` waits this long before it tries again."""
+"""After an error, `Outcomes.follow` waits this long before it tries again."""
 TIMEOUT_SECONDS = 30.0
 TAKEN_SECONDS = 300.0
 """If a runner dies while it handles an outcome, another one does it again after this time."""
@@ -62,9 +62,9 @@ _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Run the two threads that the module's docstring describes, until the `with` block ends.
-    Before the first thread stops, it looks once more for ended jobs and handles their outcomes. So
-    no outcome is missed.
+    """Run the thread that the module's docstring describes, until the `with` block ends. Before the
+    thread stops, it looks once more for ended jobs and handles their outcomes. So no outcome is
+    missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
     Raises StoreError.
@@ -87,41 +87,20 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 lambda job: _notify(settings, home, job),
             ),
         )
-        threads = [
-            threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),
-            threading.Thread(
-                target=_prune_hourly, args=(settings, home, store, stop), name="prune"
-            ),
-        ]
-        for thread in threads:
-            thread.start()
+        remove_old = partial(prune, settings, home, store)
+        thread = threading.Thread(target=outcomes.follow, args=(stop, remove_old), name="outcomes")
+        thread.start()
         try:
             yield
         finally:
             stop.set()
-            for thread in threads:
-                thread.join()
+            thread.join()
 
 
 def _notify(settings: Settings, home: Home, job: Job) -> None:
     for pipeline in settings.pipelines:
         if pipeline.name == job.spec.pipeline:
             notify(pipeline, job, home.jobs_dir / job.id)
-
-
-def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threading.Event) -> None:
-    while True:
-        try:
-            prune(settings, home, store)
-        except Exception as error:
-            # If the thread ended here, no old job would be removed until the next start.
-            logger.error(
-                "old jobs cannot be removed now; trying again in an hour: %s",
-                error,
-                exc_info=not isinstance(error, StoreError | OSError),
-            )
-        if stop.wait(PRUNE_SECONDS):
-            return
 
 
 class Outcomes:
@@ -154,10 +133,11 @@ class Outcomes:
                     )
             self._store.handled(job.id)
 
-    def follow(self, stop: threading.Event) -> None:
-        """Call `poll` when the store has changed. If `poll` fails, log the error, and call it again
-        later. When `stop` is set, call `poll` one last time and return."""
-        has_changed, next_look = True, 0.0
+    def follow(self, stop: threading.Event, prune: Callable[[], None]) -> None:
+        """Call `poll` when the store has changed, and `prune` at once and then every hour. If one
+        of them fails, log the error, and call it again at its next time. When `stop` is set, call
+        `poll` one last time and return."""
+        has_changed, next_look, next_prune = True, 0.0, 0.0
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
@@ -166,12 +146,15 @@ class Outcomes:
                     next_look = time.monotonic() + LOOK_SECONDS
                     self.poll()
                 has_changed = False
+                if time.monotonic() >= next_prune:
+                    next_prune = time.monotonic() + PRUNE_SECONDS
+                    prune()
             except Exception as error:
                 # If the thread ended here, nobody would handle the later outcomes.
                 logger.error(
-                    "outcomes cannot be handled now; trying again: %s",
+                    "outcomes cannot be handled or old jobs removed now; trying again later: %s",
                     error,
-                    exc_info=not isinstance(error, JobError),
+                    exc_info=not isinstance(error, JobError | OSError),
                 )
                 stop.wait(RETRY_SECONDS)
             if is_last:

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import socket
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,6 @@ from pipeline.paths import Home
 from pipeline.runner import after_jobs as module
 from pipeline.runner.after_jobs import (
     RunnerMetrics,
-    _prune_hourly,
     after_jobs,
     prune,
     prune_job_folders,
@@ -126,24 +124,6 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> N
         (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).rmdir()
         prune(Settings(), home, store)
         assert not folder.exists()
-
-
-def test_the_thread_that_removes_old_jobs_outlives_an_error(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop = threading.Event()
-    errors = [RuntimeError("no way")]
-
-    def fails_once(*_: object) -> list[str]:
-        if errors:
-            raise errors.pop()
-        stop.set()
-        return []
-
-    monkeypatch.setattr("pipeline.runner.after_jobs.prune", fails_once)
-    monkeypatch.setattr("pipeline.runner.after_jobs.PRUNE_SECONDS", 0.01)
-    _prune_hourly(load_settings(), Home(root=tmp_path), store, stop)
-    assert stop.is_set()
 
 
 def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path: Path) -> None:
