@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -218,12 +217,9 @@ class RunnerMetrics(Collector):
         start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Counts the waiting and running jobs each time Prometheus asks for the metrics. The
-        numbers come from the job store, because a count in the runner's memory would be lost if the
-        runner was killed."""
-        jobs = GaugeMetricFamily(
-            "pipeline_jobs", "Jobs that have not ended", labels=["pipeline", "state"]
-        )
+        """Measures how long commits have waited, each time Prometheus asks for the metrics. The
+        times come from the job store, because the runner's memory would be lost if the runner was
+        killed."""
         age = GaugeMetricFamily(
             "pipeline_queue_age_seconds",
             "Seconds that the oldest waiting commit has waited for its job to start",
@@ -232,20 +228,15 @@ class RunnerMetrics(Collector):
         try:
             now = self._store.now()
             pending = self._store.list(state="SCHEDULING")
-            running = self._store.list(state="RUNNING")
             since = [(job.spec.pipeline or "", self._store.waited_since(job)) for job in pending]
         except StoreError:
             # Return no sample, because missing metrics are better than wrong numbers. A monitor can
             # notice that metrics are missing.
             return
-        # Prometheus allows only one sample for each set of labels, so count all jobs of a pipeline
-        # in one sample.
-        for state, found in (("scheduling", pending), ("running", running)):
-            for name, count in Counts(job.spec.pipeline or "" for job in found).items():
-                jobs.add_metric([name, state], count)
+        # Prometheus allows only one sample for each set of labels, so a pipeline has one sample for
+        # all its jobs.
         for name in dict(since):
             age.add_metric([name], now - min(moment for each, moment in since if each == name))
-        yield jobs
         yield age
 
 
