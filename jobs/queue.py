@@ -18,8 +18,8 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from jobs.database import reading, writing
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
+    ENDED_STATES,
     OPEN_STATES,
-    TRANSITIONS,
     Delivery,
     FindHead,
     Head,
@@ -57,7 +57,6 @@ another machine, which may not know of the releases that need them."""
 
 BATCH = 100
 """One transaction deletes at most this many jobs, with all their deliveries."""
-_ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
 def submit_all(connection: Connection, requests: Sequence[JobRequest], now: float) -> list[Job]:
@@ -459,7 +458,7 @@ def _old_jobs(connection: Connection, before: float, newest: int, now: float) ->
     # There is one exception: a job that ended while it waited for its first or its next attempt may
     # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
-        JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
+        JOBS.c.state.in_(ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )
     old = old.where(JOBS.c.lease_until.is_(None) | (JOBS.c.lease_until <= now))
     oldest_kept: dict[str | None, int] = {}
