@@ -53,9 +53,6 @@ cannot remove the files there."""
 LOOK_SECONDS = 30.0
 """The longest time between two looks for outcomes of runners that are gone."""
 KEEP_JOBS_DAYS = 90.0
-KEEP_JOBS = 1000
-"""This many of the newest jobs of each pipeline stay in the store, however old they are. This many
-of the newest plain commands (jobs of no pipeline) stay too."""
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 
@@ -289,7 +286,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> None:
     store.
 
     If a release that a job made still exists, this job and its folder stay. The jobs that a webhook
-    copies (`--job-id` of `pipeline webhooks`) and the newest KEEP_JOBS jobs stay in the store.
+    copies (`--job-id` of `pipeline webhooks`) stay in the store.
 
     Raises OSError if the manifest of a release cannot be read. The job that made the release is
     then not known, so nothing is removed. Also raises OSError if a folder cannot be removed, and
@@ -304,8 +301,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> None:
     prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
-        newest=KEEP_JOBS,
-        kept={*kept, *jobs_of_webhooks(home.hub_dir, settings.hub.database)},
+        {*kept, *jobs_of_webhooks(home.hub_dir, settings.hub.database)},
     )
     if forgotten:
         said = "deleted %d old jobs from the store, %s to %s"
