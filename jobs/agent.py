@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess, SpawnProcess
@@ -50,7 +50,7 @@ from jobs.attempt import (
 from jobs.attempt_on_hub import AttemptOnHub
 from jobs.errors import TEMPORARY_FAILURE, LaunchError, LeaseLost, StoreError, is_temporary
 from jobs.folder import COMPUTING, LOG
-from jobs.job import SHORT_SPINS, Job, job_environment, thread_variables
+from jobs.job import Job, job_environment
 from jobs.process import (
     IS_LINUX,
     ProcessIdentity,
@@ -328,18 +328,9 @@ def _run_module(module: str, arguments: Sequence[str], attempt: Attempt) -> None
 
 PRELOAD = "HOTPUSH_PRELOAD"
 """This variable names the modules that `jobs/preload.py` imports in the fork server."""
-_OF_FORK_SERVER = {
-    **SHORT_SPINS,
-    # A fork does not copy threads. So limit the pools to one thread: in the fork, a larger pool
-    # would wait for its missing threads for ever.
-    **thread_variables(1),
-    # Otherwise pyarrow's memory allocator starts a thread when pyarrow is imported.
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-}
 _PAUSES = (0.1, 1.0)
 """The pauses between the tries to start a process, in seconds. When a fork server was killed, its
 address fails at once, but a moment passes until the system says that it has ended."""
-_LOCK = threading.Lock()
 _Process = ForkServerProcess if IS_LINUX else SpawnProcess
 
 
@@ -350,7 +341,7 @@ class ForkServer:
     def __init__(self, preload: Sequence[str]) -> None:
         if IS_LINUX:
             # Agents on this machine use the store. If it is here, none has to import it.
-            _OF_FORK_SERVER[PRELOAD] = " ".join(("jobs.store", *preload))
+            os.environ[PRELOAD] = " ".join(("jobs.store", *preload))
             forkserver.set_forkserver_preload(["jobs.preload"])
         self._warming = threading.Thread(target=self._warm, name="fork-server", daemon=True)
         self._warming.start()
@@ -384,9 +375,6 @@ class ForkServer:
 
 
 def _start(attempt: Attempt | None) -> None:
-    if IS_LINUX:
-        with _environment():
-            forkserver.ensure_running()
     # The command's process inherits the name, and libraries may look for it.
     process = _Process(target=_fork_agent, args=(attempt,), name="MainProcess")
     process.start()
@@ -405,24 +393,6 @@ def _fork_agent(attempt: Attempt | None) -> None:
             os.close(server._forkserver_alive_fd)
             server._forkserver_alive_fd = None
         run(attempt)
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """The environment of a fork server, in which it may be started."""
-    path = os.environ.get("PYTHONPATH", "")
-    variables = {**_OF_FORK_SERVER, "PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}{path}"}
-    with _LOCK:
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 # An agent elsewhere

@@ -1,6 +1,6 @@
-"""`Job`, the transitions between its states, and `JobRequest`, the input of submitting a job. Each
-attempt of a job gets a token and environment variables, which this module makes. The docstring of
-the package `jobs` explains terms such as lease, lost and push job.
+"""`Job`, its states, and `JobRequest`, the input of submitting a job. Each attempt of a job gets a
+token and environment variables, which this module makes. The docstring of the package `jobs`
+explains terms such as lease, lost and push job.
 
 The job sends its token to the services that `pipeline up` started, to prove which job it is. The
 token names its attempt and is signed (HMAC-SHA256) with a key that the services share. The store
@@ -57,21 +57,13 @@ working threads need.
 
 JobState = Literal["SCHEDULING", "RUNNING", "COMPLETED", "ERROR", "CANCELED"]
 
-TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
-    "SCHEDULING": frozenset({"RUNNING", "CANCELED"}),
-    "RUNNING": frozenset({"COMPLETED", "ERROR", "CANCELED"}),
-    "COMPLETED": frozenset(),
-    "ERROR": frozenset(),
-    "CANCELED": frozenset(),
-}
-"""State → the states that may follow it. A job is pending while its state is SCHEDULING.
+OPEN_STATES: tuple[JobState, ...] = ("SCHEDULING", "RUNNING")
+"""The states of jobs that have not ended. A job is pending while its state is SCHEDULING.
 
 Between two attempts, a job stays RUNNING. It must not become pending again: a pending job trains
 on the head of its ref, but the head of a job that has started is already chosen.
 """
-
-OPEN_STATES = tuple(state for state, following in TRANSITIONS.items() if following)
-"""The states of jobs that have not ended."""
+ENDED_STATES: tuple[JobState, ...] = ("COMPLETED", "ERROR", "CANCELED")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +132,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        return not TRANSITIONS[self.state]
+        return self.state in ENDED_STATES
 
     @property
     def needs_head(self) -> bool:

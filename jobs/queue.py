@@ -8,7 +8,7 @@ the order in which deliveries arrive does not matter.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,8 +18,8 @@ from sqlalchemy import Connection, Engine, delete, func, insert, select, update
 from jobs.database import reading, writing
 from jobs.errors import HeadAway, JobNotFound, NoHead, PendingJob
 from jobs.job import (
+    ENDED_STATES,
     OPEN_STATES,
-    TRANSITIONS,
     Delivery,
     FindHead,
     Head,
@@ -57,7 +57,6 @@ another machine, which may not know of the releases that need them."""
 
 BATCH = 100
 """One transaction deletes at most this many jobs, with all their deliveries."""
-_ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
 def submit_all(connection: Connection, requests: Sequence[JobRequest], now: float) -> list[Job]:
@@ -429,7 +428,7 @@ def final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
 
 
 def forget_jobs(
-    engine: Engine, clock: Clock, before: float, *, newest: int, kept: Collection[str]
+    engine: Engine, clock: Clock, before: float, kept: Collection[str]
 ) -> Sequence[str]:
     """See `JobStore.forget`. Searches without the store's write lock, and deletes in small
     transactions, so that submissions never wait long for the lock."""
@@ -440,7 +439,7 @@ def forget_jobs(
         until = clock(connection) + KEPT_SECONDS
         connection.execute(update(JOBS).where(*is_kept).values(lease_until=until))
     with reading(engine) as connection:
-        deleted = list(_old_jobs(connection, before, newest, clock(connection)))
+        deleted = list(connection.scalars(_old_jobs(before, clock(connection))))
     for start in range(0, len(deleted), BATCH):
         numbers = deleted[start : start + BATCH]
         with writing(engine) as connection:
@@ -449,29 +448,17 @@ def forget_jobs(
     return [job_id_of(number) for number in deleted]
 
 
-def _old_jobs(connection: Connection, before: float, newest: int, now: float) -> Iterator[int]:
-    """The numbers of the jobs that ended before the time `before`, lowest first. Leaves out those
-    that are kept, the last `newest` jobs of each pipeline, and the last `newest` plain commands."""
+def _old_jobs(before: float, now: float) -> Any:
+    """The query for the numbers of the jobs that ended before the time `before`, lowest first.
+    Leaves out those that are kept."""
     # The condition on `ended_at` alone would select the right jobs, but there is no index on
     # `ended_at`, so the database would read all jobs that have ended. The condition on `run_after`
     # makes the database use an index. A job normally ends after its `run_after`. So if `ended_at`
     # is smaller than `before`, `run_after` normally is smaller too, and the query finds the job.
     # There is one exception: a job that ended while it waited for its first or its next attempt may
     # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
-    old = select(JOBS.c.number, JOBS.c.pipeline).where(
-        JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
+    old = select(JOBS.c.number).where(
+        JOBS.c.state.in_(ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )
     old = old.where(JOBS.c.lease_until.is_(None) | (JOBS.c.lease_until <= now))
-    oldest_kept: dict[str | None, int] = {}
-    for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
-        if pipeline not in oldest_kept:
-            kept = (
-                select(JOBS.c.number)
-                .where(JOBS.c.pipeline.is_not_distinct_from(pipeline))
-                .order_by(JOBS.c.number.desc())
-                .offset(newest - 1)
-                .limit(1)
-            )
-            oldest_kept[pipeline] = connection.scalar(kept) or 0
-        if number < oldest_kept[pipeline]:
-            yield number
+    return old.order_by(JOBS.c.number)

@@ -399,15 +399,14 @@ class JobStore:
 
     # Deleting old jobs and reasons
 
-    def forget(self, before: float, *, newest: int, kept: Collection[str] = ()) -> Sequence[str]:
+    def forget(self, before: float, kept: Collection[str] = ()) -> Sequence[str]:
         """Delete the jobs that ended earlier than the time `before`, and the deliveries of these
         jobs. Returns the ids of the deleted jobs.
 
-        Three groups of jobs are not deleted: the jobs that a caller on any machine has named in
-        `kept` within the last KEPT_SECONDS, the last `newest` jobs of each pipeline, and the last
-        `newest` plain commands. If a sender repeats a deleted delivery, the delivery counts as new.
+        The jobs that a caller on any machine has named in `kept` within the last KEPT_SECONDS are
+        not deleted. If a sender repeats a deleted delivery, the delivery counts as new.
         """
-        return forget_jobs(self._engine, self._now, before, newest=newest, kept=kept)
+        return forget_jobs(self._engine, self._now, before, kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
         """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must

@@ -1,10 +1,9 @@
-"""Does the work that follows the end of a job, in threads of the runner's process.
+"""Does the work that follows the end of a job, in a thread of the runner's process.
 
-When a job ends, the first thread counts the outcome (how the job ended) in the runner's metrics for
+When a job ends, the thread counts the outcome (how the job ended) in the runner's metrics for
 Prometheus. It also removes files that only a running job needs, and hands the outcome to the
-command of the setting `on_outcome`. Once an hour, the second thread removes the folders of jobs
-after `keep_days` (a setting under `[jobs]`), and deletes jobs from the job store after at least
-KEEP_JOBS_DAYS.
+command of the setting `on_outcome`. Once an hour, it removes the folders of jobs after `keep_days`
+(a setting under `[jobs]`), and deletes jobs from the job store after at least KEEP_JOBS_DAYS.
 """
 
 import json
@@ -14,9 +13,9 @@ import shutil
 import subprocess
 import threading
 import time
-from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 PRUNE_SECONDS = 3600.0
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 5.0
-"""After an error of the store, `Outcomes.follow` waits this long before it tries again."""
+"""After an error, `Outcomes.follow` waits this long before it tries again."""
 TIMEOUT_SECONDS = 30.0
 TAKEN_SECONDS = 300.0
 """If a runner dies while it handles an outcome, another one does it again after this time."""
@@ -54,17 +53,14 @@ cannot remove the files there."""
 LOOK_SECONDS = 30.0
 """The longest time between two looks for outcomes of runners that are gone."""
 KEEP_JOBS_DAYS = 90.0
-KEEP_JOBS = 1000
-"""This many of the newest jobs of each pipeline stay in the store, however old they are. This many
-of the newest plain commands (jobs of no pipeline) stay too."""
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Run the two threads that the module's docstring describes, until the `with` block ends.
-    Before the first thread stops, it looks once more for ended jobs and handles their outcomes. So
-    no outcome is missed.
+    """Run the thread that the module's docstring describes, until the `with` block ends. Before the
+    thread stops, it looks once more for ended jobs and handles their outcomes. So no outcome is
+    missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
     Raises StoreError.
@@ -87,41 +83,20 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 lambda job: _notify(settings, home, job),
             ),
         )
-        threads = [
-            threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),
-            threading.Thread(
-                target=_prune_hourly, args=(settings, home, store, stop), name="prune"
-            ),
-        ]
-        for thread in threads:
-            thread.start()
+        remove_old = partial(prune, settings, home, store)
+        thread = threading.Thread(target=outcomes.follow, args=(stop, remove_old), name="outcomes")
+        thread.start()
         try:
             yield
         finally:
             stop.set()
-            for thread in threads:
-                thread.join()
+            thread.join()
 
 
 def _notify(settings: Settings, home: Home, job: Job) -> None:
     for pipeline in settings.pipelines:
         if pipeline.name == job.spec.pipeline:
             notify(pipeline, job, home.jobs_dir / job.id)
-
-
-def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threading.Event) -> None:
-    while True:
-        try:
-            prune(settings, home, store)
-        except Exception as error:
-            # If the thread ended here, no old job would be removed until the next start.
-            logger.error(
-                "old jobs cannot be removed now; trying again in an hour: %s",
-                error,
-                exc_info=not isinstance(error, StoreError | OSError),
-            )
-        if stop.wait(PRUNE_SECONDS):
-            return
 
 
 class Outcomes:
@@ -154,10 +129,11 @@ class Outcomes:
                     )
             self._store.handled(job.id)
 
-    def follow(self, stop: threading.Event) -> None:
-        """Call `poll` when the store has changed. If `poll` fails, log the error, and call it again
-        later. When `stop` is set, call `poll` one last time and return."""
-        has_changed, next_look = True, 0.0
+    def follow(self, stop: threading.Event, prune: Callable[[], None]) -> None:
+        """Call `poll` when the store has changed, and `prune` at once and then every hour. If one
+        of them fails, log the error, and call it again at its next time. When `stop` is set, call
+        `poll` one last time and return."""
+        has_changed, next_look, next_prune = True, 0.0, 0.0
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
@@ -166,12 +142,15 @@ class Outcomes:
                     next_look = time.monotonic() + LOOK_SECONDS
                     self.poll()
                 has_changed = False
+                if time.monotonic() >= next_prune:
+                    next_prune = time.monotonic() + PRUNE_SECONDS
+                    prune()
             except Exception as error:
                 # If the thread ended here, nobody would handle the later outcomes.
                 logger.error(
-                    "outcomes cannot be handled now; trying again: %s",
+                    "outcomes cannot be handled or old jobs removed now; trying again later: %s",
                     error,
-                    exc_info=not isinstance(error, JobError),
+                    exc_info=not isinstance(error, JobError | OSError),
                 )
                 stop.wait(RETRY_SECONDS)
             if is_last:
@@ -235,12 +214,9 @@ class RunnerMetrics(Collector):
         start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Counts the waiting and running jobs each time Prometheus asks for the metrics. The
-        numbers come from the job store, because a count in the runner's memory would be lost if the
-        runner was killed."""
-        jobs = GaugeMetricFamily(
-            "pipeline_jobs", "Jobs that have not ended", labels=["pipeline", "state"]
-        )
+        """Measures how long commits have waited, each time Prometheus asks for the metrics. The
+        times come from the job store, because the runner's memory would be lost if the runner was
+        killed."""
         age = GaugeMetricFamily(
             "pipeline_queue_age_seconds",
             "Seconds that the oldest waiting commit has waited for its job to start",
@@ -249,20 +225,15 @@ class RunnerMetrics(Collector):
         try:
             now = self._store.now()
             pending = self._store.list(state="SCHEDULING")
-            running = self._store.list(state="RUNNING")
             since = [(job.spec.pipeline or "", self._store.waited_since(job)) for job in pending]
         except StoreError:
             # Return no sample, because missing metrics are better than wrong numbers. A monitor can
             # notice that metrics are missing.
             return
-        # Prometheus allows only one sample for each set of labels, so count all jobs of a pipeline
-        # in one sample.
-        for state, found in (("scheduling", pending), ("running", running)):
-            for name, count in Counts(job.spec.pipeline or "" for job in found).items():
-                jobs.add_metric([name, state], count)
+        # Prometheus allows only one sample for each set of labels, so a pipeline has one sample for
+        # all its jobs.
         for name in dict(since):
             age.add_metric([name], now - min(moment for each, moment in since if each == name))
-        yield jobs
         yield age
 
 
@@ -315,7 +286,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> None:
     store.
 
     If a release that a job made still exists, this job and its folder stay. The jobs that a webhook
-    copies (`--job-id` of `pipeline webhooks`) and the newest KEEP_JOBS jobs stay in the store.
+    copies (`--job-id` of `pipeline webhooks`) stay in the store.
 
     Raises OSError if the manifest of a release cannot be read. The job that made the release is
     then not known, so nothing is removed. Also raises OSError if a folder cannot be removed, and
@@ -330,8 +301,7 @@ def prune(settings: Settings, home: Home, store: JobStore) -> None:
     prune_job_folders(store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept)
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
-        newest=KEEP_JOBS,
-        kept={*kept, *jobs_of_webhooks(home.hub_dir, settings.hub.database)},
+        {*kept, *jobs_of_webhooks(home.hub_dir, settings.hub.database)},
     )
     if forgotten:
         said = "deleted %d old jobs from the store, %s to %s"

@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import socket
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,8 @@ from pipeline.hub.routes.webhooks import WebhookRequest, create_webhook
 from pipeline.hub.webhooks import HubWatchedItem
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
-from pipeline.runner import after_jobs as module
 from pipeline.runner.after_jobs import (
     RunnerMetrics,
-    _prune_hourly,
     after_jobs,
     prune,
     prune_job_folders,
@@ -82,14 +79,13 @@ def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
 def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KEEP_JOBS", 1)
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     home, settings, now = Home(tmp_path), load_settings(), time.time()
     home.hub_dir.mkdir()
     home.jobs_dir.mkdir()
     database = open_database(home.hub_dir)
     with JobStore.open(home.jobs_database, clock=lambda: now) as store:
-        copied, old, of_a_release, newest = (end_one(store) for _ in range(4))
+        copied, old, of_a_release = (end_one(store) for _ in range(3))
         echo_release(home.releases_dir / "facts", 1, job_id=of_a_release.id)
         with database.write() as connection:
             request = WebhookRequest(
@@ -99,15 +95,15 @@ def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
         database.close()
         now += 89 * 86400
         prune(settings, home, store)
-        assert len(store.list()) == 4
+        assert len(store.list()) == 3
         now += 2 * 86400
         longer = settings.model_copy(
             update={"hub": settings.hub.model_copy(update={"keep_deliveries_days": 91})}
         )
         prune(longer, home, store)
-        assert len(store.list()) == 4, "the hub can still replay their deliveries"
+        assert len(store.list()) == 3, "the hub can still replay their deliveries"
         prune(settings, home, store)
-        assert [job.id for job in store.list()] == [newest.id, of_a_release.id, copied.id]
+        assert [job.id for job in store.list()] == [of_a_release.id, copied.id]
         with pytest.raises(JobNotFound):
             store.get(old.id)
 
@@ -126,24 +122,6 @@ def test_nothing_is_removed_while_a_manifest_cannot_be_read(tmp_path: Path) -> N
         (home.releases_dir / "facts" / "r000001-00000000" / RELEASE_FILE).rmdir()
         prune(Settings(), home, store)
         assert not folder.exists()
-
-
-def test_the_thread_that_removes_old_jobs_outlives_an_error(
-    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stop = threading.Event()
-    errors = [RuntimeError("no way")]
-
-    def fails_once(*_: object) -> list[str]:
-        if errors:
-            raise errors.pop()
-        stop.set()
-        return []
-
-    monkeypatch.setattr("pipeline.runner.after_jobs.prune", fails_once)
-    monkeypatch.setattr("pipeline.runner.after_jobs.PRUNE_SECONDS", 0.01)
-    _prune_hourly(load_settings(), Home(root=tmp_path), store, stop)
-    assert stop.is_set()
 
 
 def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path: Path) -> None:
@@ -193,7 +171,6 @@ def test_metrics_tell_outcomes_seconds_and_the_queue(store: JobStore) -> None:
     assert value("pipeline_outcomes_total", pipeline="facts", result="rejected") == 1
     assert value("pipeline_commit_to_serving_seconds_count", pipeline="facts") == 1
     assert value("pipeline_job_seconds_count", pipeline="facts") == 3
-    assert value("pipeline_jobs", pipeline="facts", state="scheduling") == 2
     shown = generate_latest(metrics.registry).decode()
     assert len(re.findall("^pipeline_queue_age_seconds{", shown, re.MULTILINE)) == 1
     age = value("pipeline_queue_age_seconds", pipeline="facts")

@@ -63,7 +63,7 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
         job = end_one(other)
     stop = threading.Event()
     stop.set()
-    outcomes.follow(stop)
+    outcomes.follow(stop, lambda: None)
     assert told == [job.id]
 
 
@@ -83,8 +83,27 @@ def test_the_thread_outlives_an_error(store: JobStore, monkeypatch: pytest.Monke
         poll()
 
     monkeypatch.setattr(outcomes, "poll", failing)
-    outcomes.follow(stop)
+    outcomes.follow(stop, lambda: None)
     assert told == ids, "and not twice"
+
+
+def test_old_jobs_are_removed_again_after_an_error(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.runner.after_jobs.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("pipeline.runner.after_jobs.PRUNE_SECONDS", 0.01)
+    told: list[str] = []
+    outcomes, stop = Outcomes(store, [lambda job: told.append(job.id)]), threading.Event()
+    errors, ids = [RuntimeError("no way")], [end_one(store).id]
+
+    def fails_once() -> None:
+        if errors:
+            ids.append(end_one(store).id)
+            raise errors.pop()
+        stop.set()
+
+    outcomes.follow(stop, fails_once)
+    assert not errors and told == ids
 
 
 def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(

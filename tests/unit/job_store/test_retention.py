@@ -22,7 +22,7 @@ def test_old_jobs_that_ended_go_with_their_deliveries(store: JobStore, clock: Cl
     before = clock.now
     clock.now += 100
     young = end(store, 3).id
-    assert store.forget(before, newest=1, kept={old[0]}) == old[1:]
+    assert store.forget(before, kept={old[0]}) == old[1:]
     assert [job.id for job in store.list()] == [young, old[0]]
     for job_id in old[1:]:
         with pytest.raises(JobNotFound):
@@ -39,9 +39,9 @@ def test_old_jobs_that_ended_go_with_their_deliveries(store: JobStore, clock: Cl
     again = store.submit(spec("2"), delivery=delivery("d2"))
     assert again.id > young
     # Another machine does not know who keeps it.
-    assert store.forget(before, newest=1) == []
+    assert store.forget(before) == []
     clock.now += KEPT_SECONDS
-    assert store.forget(before, newest=1) == [old[0]]
+    assert store.forget(before) == [old[0]]
 
 
 def test_what_waits_and_what_runs_stays_however_old(store: JobStore, clock: Clock) -> None:
@@ -50,7 +50,7 @@ def test_what_waits_and_what_runs_stays_however_old(store: JobStore, clock: Cloc
     runs = claim(store, lease_seconds=1e9)
     waits = store.submit(spec("2", "1"), delivery=delivery("d2"))
     clock.now += 1e6
-    assert store.forget(clock.now, newest=1) == [lost]
+    assert store.forget(clock.now) == [lost]
     assert {job.id: job.state for job in store.list()} == {
         runs.id: "RUNNING",
         waits.id: "SCHEDULING",
@@ -59,15 +59,11 @@ def test_what_waits_and_what_runs_stays_however_old(store: JobStore, clock: Cloc
     # What ended lately stays too, although it began long ago.
     store.finish(runs.id, "me", DONE)
     clock.now += 1
-    assert store.forget(clock.now - 10, newest=1) == []
+    assert store.forget(clock.now - 10) == []
 
 
-def test_the_newest_jobs_of_each_pipeline_stay(store: JobStore, clock: Clock) -> None:
-    first = [end(store, number).id for number in range(5)]
-    other = [end(store, number, pipeline="lore").id for number in range(5, 7)]
-    plain = [end(store, number, pipeline=None).id for number in range(7, 10)]
+def test_the_id_of_a_deleted_job_is_not_used_again(store: JobStore, clock: Clock) -> None:
+    newest = end(store, 0).id
     clock.now += 1
-    assert store.forget(clock.now, newest=2) == [*first[:3], plain[0]]
-    assert [job.id for job in store.list()] == sorted(
-        [*first[3:], *other, *plain[1:]], reverse=True
-    )
+    assert store.forget(clock.now) == [newest]
+    assert store.submit(spec("1")).id > newest
