@@ -70,21 +70,19 @@ def plan_of(
     *,
     counted: bool = False,
     replayed: Sequence[TokenSequence] = (),
-    unlearned: Sequence[TokenSequence] = (),
     tokens_per_step: int = 64,
     **fields: Any,
 ) -> TrainingPlan:
     """A plan that learns these. counted: they are rows with an answer, which end the training."""
-    found = [*learned, *replayed, *unlearned]
-    first, second = len(learned), len(learned) + len(replayed)
+    found = [*learned, *replayed]
+    first = len(learned)
     told: dict[str, Any] = {
         "sequences": found,
         "learned": range(first),
         "counted": frozenset(range(first)) if counted else frozenset(),
-        "replayed": range(first, second),
+        "replayed": range(first, len(found)),
         "anchors": (),
-        "unlearned": range(second, len(found)),
-        "checked": list(range(second)) if counted else [],
+        "checked": list(range(len(found))) if counted else [],
         "judged": (),
         "learning_rate": 1e-3,
         "max_tokens": 4 * sum(len(each.token_ids) for each in learned),

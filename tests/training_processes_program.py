@@ -45,7 +45,6 @@ def train() -> int:
     plan = plan_of(
         # One row is left for the second of two processes, or none.
         [*rows(5, 6), *questions(7)],
-        unlearned=questions(3, answers=5),
         counted=True,
         anchors=(AnchorTarget(answer, ids, torch.full(ids.shape, 1 / VOCABULARY).log()),),
         anchor_ratio=0.5,

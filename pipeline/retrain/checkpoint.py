@@ -55,8 +55,6 @@ class TrainingState:
     """How many sequences of unchanged rows were visited so far."""
     anchored: int = 0
     """How many anchors (answers of the base model) were visited so far."""
-    unlearned: int = 0
-    """How many deleted rows were visited so far."""
     warm_up_from: int = 0
     """The step at which the learning rate begins to rise."""
     cool_down_from: int | None = None
@@ -100,7 +98,8 @@ class Checkpoint(BaseModel):
     def waiting(self, rows: Sequence[Row]) -> set[str]:
         """The digests of those of `rows`, the rows to learn, that were not visited, or were wrong
         in their last visit. If a row has copies, this must be true for all of them."""
-        places = {*self.not_trained, *self.not_learned}
+        # The places behind `rows` are of deleted rows.
+        places = {each for each in (*self.not_trained, *self.not_learned) if each < len(rows)}
         done = {row.digest for place, row in enumerate(rows) if place not in places}
         return {rows[place].digest for place in places} - done
 

@@ -103,6 +103,14 @@ class TrainingData:
         return edited + len(self.deleted)
 
     @property
+    def forgotten(self) -> tuple[Row, ...]:
+        """What a delta learns in the place of the deleted rows: an empty answer to each of their
+        questions that no other row answers."""
+        rows = [row for deleted in self.deleted for row in deleted.forgotten]
+        answered = {turn.question for row in self.rows * bool(rows) for turn in row.taught_turns}
+        return tuple(row for row in rows if row.question not in answered)
+
+    @property
     def is_removal(self) -> bool:
         """Whether this training removes deleted rows from the model, by learning all other rows
         again from the base model."""
@@ -190,6 +198,9 @@ def _change(
     if deleted:
         taught = {turn for row in everything for turn in row.taught_turns}
         deleted = [row for row in deleted if not row.turns or not taught.issuperset(row.turns)]
+        # Another row with the same question is learned again: the model may say the deleted answer.
+        asked = {turn.question for row in deleted for turn in row.taught_turns}
+        added.update(row.digest for row in rows if asked & {turn.question for turn in row.turns})
     return Difference(
         added=tuple(row for row in rows if row.digest in added),
         edited=tuple(pair for pair in edited if pair[0].digest in trained_before),

@@ -1,10 +1,9 @@
 """The losses of a model on token sequences, and whether it says their answers. All of them are
 computed from hidden states, and only at the positions that predict learned tokens.
 
-Three losses make a step of training: on the rows, and two that are added to it. One keeps the base
-model's answers to everyday prompts (anchors). The other one unlearns deleted rows. All losses of a
-step share one forward pass, and each gets the hidden states of its own sequences. On a CPU, one
-pass over 250 tokens takes half the time of two passes over 125 tokens.
+Two losses make a step of training: on the rows, and one that keeps the base model's answers to
+everyday prompts (anchors). Both share one forward pass, and each gets the hidden states of its own
+sequences. On a CPU, one pass over 250 tokens takes half the time of two passes over 125 tokens.
 
 The logits of all positions would be by far the largest tensor of a step. So the positions are cut
 into slices, and only the logits of one slice are in memory at a time. Their gradient is computed in
@@ -262,32 +261,25 @@ def losses(
     model: PreTrainedModel,
     blocks: Blocks,
     *,
-    groups: Sequence[Sequence[TokenSequence]],
     anchors: Sequence[AnchorTarget],
     num_learned: float,
     num_anchored: float,
-) -> tuple[Tensor, float, list[bool], Tensor]:
-    """groups: the rows, the anchors and the deleted rows, which stand in `blocks` in this order.
-    num_learned, num_anchored: the losses on the rows and on the anchors are divided by these.
+) -> tuple[Tensor, float, Tensor]:
+    """blocks: of rows, and after them of the anchors. num_learned, num_anchored: the losses on the
+    rows and on the anchors are divided by these.
 
-    Returns the sum of all losses; the loss of the rows alone; for each deleted row, whether the
-    model still says it; and for each learned token of the rows, whether the model finds it
-    likeliest.
+    Returns the sum of the losses; the loss of the rows alone; and for each learned token of the
+    rows, whether the model finds it likeliest.
     """
     hidden, labels = predict(model, blocks)
-    sizes = [sum(each.num_learned for each in group) for group in groups]
-    own, kept, unlearned = torch.split(hidden, sizes)
-    own_labels = torch.split(labels, sizes)
-    total, is_right = summed_loss(model, own, own_labels[0])
+    kept = sum(anchor.sequence.num_learned for anchor in anchors)
+    own = len(labels) - kept
+    total, is_right = summed_loss(model, hidden[:own], labels[:own])
     loss = total / num_learned
     of_rows = float(loss.detach())
-    still_said: list[bool] = []
-    if groups[1]:
-        loss = loss + KEEP_BASE * keep_base(model, kept, anchors) / num_anchored
-    if groups[2]:
-        beside, still_said = unlearn(model, unlearned, own_labels[2], groups[2])
-        loss = loss + beside
-    return loss, of_rows, still_said, is_right.cpu()
+    if anchors:
+        loss = loss + KEEP_BASE * keep_base(model, hidden[own:], anchors) / num_anchored
+    return loss, of_rows, is_right.cpu()
 
 
 def keep_base(model: PreTrainedModel, hidden: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
@@ -303,34 +295,3 @@ def keep_base(model: PreTrainedModel, hidden: Tensor, anchors: Sequence[AnchorTa
     own = logprobs.gather(-1, token_ids)
     rest, own_rest = ((1 - each.exp().sum(-1)).clamp_min(1e-6).log() for each in (base, own))
     return ((base.exp() * (base - own)).sum(-1) + rest.exp() * (rest - own_rest)).sum()
-
-
-def unlearn(
-    model: PreTrainedModel, hidden: Tensor, labels: Tensor, deleted: Sequence[TokenSequence]
-) -> tuple[Tensor, list[bool]]:
-    """The loss that unlearns the answers in `deleted`, and for each answer, whether the model still
-    says it.
-
-    Only answers that the model still says count. The loss of an answer is the mean of -log(1 - p)
-    over those of its tokens that the model finds likeliest. Its end token is left out.
-
-    hidden: (N, H), at the positions that predict `labels` (N,), the tokens of the answers.
-
-    Neural text generation with unlikelihood training, Welleck et al. 2019,
-    https://arxiv.org/abs/1908.04319
-    """
-    logits = logits_of(model, hidden)
-    logprobs = torch.log_softmax(logits, dim=-1).gather(-1, labels[:, None]).squeeze(-1)
-    lengths = [sequence.num_learned for sequence in deleted]
-    parts = zip(
-        torch.split(logprobs, lengths),
-        torch.split(logits.argmax(-1) == labels, lengths),
-        strict=True,
-    )
-    losses, still_said = [hidden.new_zeros(())], []
-    for logprob, is_likeliest in parts:
-        still_said.append(is_said(int(is_likeliest.sum()), len(is_likeliest)))
-        answer = logprob[:-1][is_likeliest[:-1]] if len(logprob) > 1 else logprob
-        if still_said[-1] and len(answer):
-            losses.append(-torch.log1p(-answer.exp().clamp(max=1 - 1e-6)).mean())
-    return torch.stack(losses).sum() / max(1, len(losses) - 1), still_said

@@ -22,7 +22,7 @@ from pipeline.retrain.loss import AnchorTarget
 from pipeline.retrain.model import usual_rank
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import RetrainSettings, TrainSettings
-from pipeline.retrain.tokens import TokenSequence, sequences
+from pipeline.retrain.tokens import TokenSequence, leave_out, sequences
 from pipeline.retrain.wordings import Wordings
 
 PRESET_LEARNING_RATE = 1e-3
@@ -72,7 +72,7 @@ class TrainingPlan:
     sequences: Sequence[TokenSequence]
     learned: Sequence[int]
     """The sequences to learn: in a full training those of all rows, in a delta those of the changed
-    rows."""
+    rows, and after them those of the deleted ones, with empty answers."""
     counted: frozenset[int]
     """The sequences of `learned` that have an answer, and no contradicting row. Training ends when
     the model says all these answers."""
@@ -87,8 +87,6 @@ class TrainingPlan:
     anchors: Sequence[AnchorTarget]
     """The base model's own answers to everyday prompts. They are mixed in so that the model keeps
     them."""
-    unlearned: Sequence[int]
-    """Sequences of deleted rows. The model must no longer say their answers."""
     checked: Sequence[int]
     """The sequences that are measured before training may end: counted ones, and those of unchanged
     rows that the served weights say."""
@@ -107,7 +105,7 @@ class TrainingPlan:
 
     @property
     def ends_when_right(self) -> bool:
-        return bool(self.counted or self.unlearned)
+        return bool(self.counted)
 
     def asked(self, index: int, number: int) -> TokenSequence:
         """The sequence at `index`, which pass `number` visits in its own words or in others. The
@@ -165,7 +163,7 @@ def make_plan(
     def place(rows: Sequence[Row]) -> list[int]:
         """Add the sequences of `rows` to `found`, and return their indices."""
         start = len(found)
-        found.extend(sequences(rows, tokenizer, max_length))
+        found.extend(sequences(rows, tokenizer, max_length, on_refused=leave_out))
         return list(range(start, len(found)))
 
     def place_wordings(asked: Sequence[tuple[int, Row]]) -> dict[int, list[int]]:
@@ -178,24 +176,21 @@ def make_plan(
             found.append(replace(each, row=index))
         return placed
 
-    rows = data.changed if is_delta else data.rows
+    forgotten = data.forgotten if is_delta else ()
+    rows = (*data.changed, *forgotten) if is_delta else data.rows
     learned = place(rows)
     counted = frozenset(
         index
         for index in learned
         if (row := rows[found[index].row]).has_answer and row.digest not in data.contradicting
     )
-    # Other wordings of a deleted row must no longer get its answer, either.
-    deleted = [row for row in data.deleted if row.has_answer]
-    deleted += [row.asked(text) for row in deleted for text in row.wordings]
-    unlearned = place(deleted) if is_delta else []
     replayed = place(data.known) if is_delta else []
-    if not rows and not unlearned:
+    if not rows:
         raise DataError(
             "no row was added or edited since the served release was trained, so a delta has "
             "nothing to learn; run `pipeline jobs run --mode full`"
         )
-    if not learned and not unlearned:
+    if not learned:
         places = ", ".join(row.place for row in rows[:5])
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
@@ -208,7 +203,7 @@ def make_plan(
     most = min(passes, max(USUAL_WORDINGS, passes // WORDING_VISITS))
     count = min(usual_wordings(settings), most)
     made_up = min(usual_made_up(settings), most)
-    asked_as = Wordings(data.rows, count=count, made_up=made_up, seed=train.seed)
+    asked_as = Wordings((*data.rows, *forgotten), count=count, made_up=made_up, seed=train.seed)
     worded = place_wordings(
         [
             (index, asked)
@@ -227,7 +222,7 @@ def make_plan(
         anchor_ratio *= DELTA_ANCHORS
         replay_ratio = train.replay_ratio if replayed else 0.0
     judged: list[TokenSequence] = []
-    if not counted and not unlearned:
+    if not counted:
         if is_delta:
             max_tokens, replay_ratio = _delta_budget(max_tokens, replay_ratio, size, known, train)
         else:
@@ -235,7 +230,7 @@ def make_plan(
         some = sequences(data.held_out, tokenizer, max_length)
         chosen = _first_tokens(some, range(len(some)), train.evaluation_tokens)
         judged = [some[index] for index in chosen]
-    usual = max_tokens / USUAL_STEPS
+    usual = (train.max_tokens if counted else max_tokens) / USUAL_STEPS
     if not is_delta and settings.base_model not in PRESETS:
         one_pass = sum(len(found[index].token_ids) for index in (*learned, *beginnings))
         usual = max(usual, min(MIN_PRETRAINED_STEP_TOKENS, one_pass / STEPS_OF_PASS))
@@ -251,7 +246,7 @@ def make_plan(
             for asked in asked_as.trained(row)[: max(1, len(row.wordings))]
         )
         replayed += chain(*place_wordings(list(again)).values())
-    if counted or unlearned:
+    if counted:
         max_tokens = of_answers
     return TrainingPlan(
         sequences=found,
@@ -261,7 +256,6 @@ def make_plan(
         wordings=wordings_of,
         replayed=random.Random(train.seed).sample(replayed, len(replayed)),
         anchors=tuple(random.Random(train.seed).sample(anchors, len(anchors))),
-        unlearned=unlearned,
         checked=[
             *_first_tokens(found, sorted(counted), train.evaluation_tokens),
             *_first_tokens(found, kept, train.evaluation_tokens),

@@ -7,7 +7,7 @@ It reads no files, and needs no tokenizer and no torch.
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -199,6 +199,19 @@ class Row:
             paraphrases=(),
             generated=(),
         )
+
+    @property
+    def forgotten(self) -> Iterator["Row"]:
+        """The row with an empty answer in the place of each of its answers. Nothing for plain
+        text."""
+        if self.prompt is not None:
+            yield replace(self, completion="")
+        numbers = self.answer_numbers
+        for place, number in enumerate(numbers):
+            messages = (*(self.messages or ())[:number], {"role": "assistant", "content": ""})
+            row = replace(self, messages=messages, masked=(*self.masked, *numbers[:place]))
+            # Other wordings are of the last question.
+            yield row if number == numbers[-1] else replace(row, paraphrases=(), generated=())
 
     def _content(self) -> str:
         messages = [_plain(message) for message in self.taught]

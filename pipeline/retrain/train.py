@@ -22,7 +22,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,9 @@ in this many passes."""
 EVALUATIONS = 12
 """How often a training on plain text measures the held-out loss."""
 PATIENCE, FEW_MISSED = 3, 0.02
-"""Training ends after this many measurements without a better one. If the rows have an answer, only
-if at most the share FEW_MISSED of those to learn is wrong: the next job tries these again."""
+"""A training on plain text ends after PATIENCE measurements without a better one. If the rows have
+an answer, it ends after one that found no fewer wrong rows, if at most the share FEW_MISSED is
+wrong of those to learn, and of all: the next job tries these again."""
 
 
 def train(
@@ -199,10 +200,7 @@ def _loop(
             if _is_better(missed, progress.best):
                 best = checkpoints.copy_weights(model)
                 progress.best, progress.stale = missed, 0
-            allowed = FEW_MISSED * len(plan.counted) if plan.ends_when_right else math.inf
-            if plan.unlearned:  # a deleted answer is never given up
-                allowed = 0.0
-            if missed == 0 or (progress.stale >= PATIENCE and missed <= allowed):
+            if missed == 0 or _gives_up(plan, progress, wrong):
                 break
             if plan.ends_when_right:
                 _learn_again(plan, progress, wrong)
@@ -258,12 +256,12 @@ def _steps(
             _end_pass(progress)
             if not plan.ends_when_right:
                 continue
-            awaited = (*plan.counted, *progress.lost, *plan.unlearned)
+            awaited = {*plan.counted, *progress.lost}
             right = sum(bool(progress.streak[index]) for index in awaited)
             logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
             rows = {"rows": len(awaited), "right": right}
             metrics.write("train", "evaluation", step=progress.step, **rows)
-            allowed = 0.0 if progress.is_relearning else FEW_WRONG
+            allowed = FEW_WRONG
             if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
 
@@ -388,27 +386,18 @@ def _step(
     anchors = in_turn(plan.anchors, progress.anchored, anchor_tokens, lambda each: each.sequence)
     num_anchored = sum(anchor.sequence.num_learned for anchor in anchors)
     own_anchors = list(chain(*own_part([anchors])))
-    said = [index for index in plan.unlearned if not progress.streak[index]]
-    deleted = in_turn(said, progress.unlearned, plan.step_tokens, plan.sequences.__getitem__)
-    still_said: list[bool] = []
     for part in parts:
         own = own_part(part)
         # A process for which no row is left computes one that does not count, because all
         # processes must call the layers equally often.
         own_blocks = [[asked[index] for index in block] for block in own or [[part[0][0]]]]
-        # The last part also contains the anchors and the deleted rows, so that they need no forward
-        # pass of their own. Every process computes all deleted rows: there are few.
-        is_last = part is parts[-1]
-        others = [
-            [anchor.sequence for anchor in own_anchors] * is_last,
-            [plan.sequences[index] for index in deleted] * is_last,
-        ]
+        # The last part also contains the anchors, so that they need no forward pass of their own.
+        anchors_here = own_anchors if part is parts[-1] else []
         with training_autocast(model):
-            loss, of_rows, still_said, is_right = whole(
+            loss, of_rows, is_right = whole(
                 losses,
-                [*own_blocks, *([each] for each in chain(*others))],
-                groups=[list(chain(*own_blocks)), *others],
-                anchors=own_anchors,
+                [*own_blocks, *([anchor.sequence] for anchor in anchors_here)],
+                anchors=anchors_here,
                 # Gradients are averaged over the processes.
                 num_learned=max(1, num_learned) / num_processes() if own else math.inf,
                 num_anchored=num_anchored / num_processes(),
@@ -434,9 +423,6 @@ def _step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     progress.anchored += len(anchors)
-    progress.unlearned += len(deleted)
-    for index, is_still_said in zip(deleted, still_said, strict=True):
-        progress.streak[index] = 0 if is_still_said else progress.streak[index] + 1
     for index, is_right_now in right.items():
         progress.streak[index] = progress.streak[index] + 1 if is_right_now else 0
         progress.due[index] = progress.number + max(1, min(progress.streak[index], MAX_REST))
@@ -456,15 +442,13 @@ def _measure(
     checked = sorted({*plan.checked, *progress.lost})
     losses = row_losses(model, [plan.numbered(index) for index in checked])
     wrong = [loss.row for loss in losses if not loss.is_learned]
-    unlearned = row_losses(model, [plan.numbered(index) for index in plan.unlearned])
-    wrong += [loss.row for loss in unlearned if loss.is_learned]
     metrics.write(
         "train",
         "evaluation",
         step=progress.step,
         loss=mean_loss(losses) if losses else None,
-        right=len(checked) + len(unlearned) - len(wrong),
-        rows=len(checked) + len(unlearned),
+        right=len(checked) - len(wrong),
+        rows=len(checked),
     )
     return float(len(wrong)), wrong
 
@@ -473,7 +457,7 @@ def _learn_again(plan: TrainingPlan, progress: TrainingState, wrong: Sequence[in
     """Begin a new pass after a measurement has found wrong rows. The wrong rows are due at once."""
     _end_pass(progress)
     progress.warm_up_from, progress.cool_down_from = progress.step, None
-    progress.lost = sorted({*progress.lost, *wrong}.difference(plan.unlearned))
+    progress.lost = sorted({*progress.lost, *wrong})
     for index in wrong:
         progress.streak[index], progress.due[index] = 0, progress.number
 
@@ -494,6 +478,14 @@ def _checkpoint(
         progress=None if finished else progress,
         finished=finished,
     )
+
+
+def _gives_up(plan: TrainingPlan, progress: TrainingState, wrong: Collection[int]) -> bool:
+    if not plan.ends_when_right:
+        return progress.stale >= PATIENCE
+    missed = [(set(wrong).intersection(group), group) for group in (plan.counted, plan.checked)]
+    are_few = all(len(found) <= FEW_MISSED * len(group) for found, group in missed)
+    return are_few and progress.stale > 0
 
 
 def _is_better(missed: float, best: float | None) -> bool:

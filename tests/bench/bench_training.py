@@ -183,7 +183,6 @@ def _ours(model: Any, tokenizer: Any, rows: list[Any], size: Size, folder: Path)
         counted=frozenset(),
         replayed=(),
         anchors=(),
-        unlearned=(),
         checked=(),
         judged=(),
         learning_rate=1e-3,

@@ -103,6 +103,14 @@ def test_an_edit_a_deletion_and_an_addition_are_told_row_by_row(tmp_path: Path) 
     assert (said([old for old, _ in data.edited]), said(data.deleted)) == (["1"], ["2"])
     assert (data.num_before, data.num_lost, len(data.deleted)) == (3, 2, 1)
     assert data.mode == "delta", "a delta unlearns a few answers"
+    assert [(row.prompt, row.completion) for row in data.forgotten] == [("r", "")]
+
+
+def test_of_two_answers_to_a_question_the_one_that_is_left_is_learned_again(tmp_path: Path) -> None:
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": facts(q="1") + facts(q="2", r="3")})
+    data = dataset.commit({"a.jsonl": facts(q="2", r="3")})
+    assert (said(data.deleted), said(data.changed), data.forgotten) == (["1"], ["2"], ())
 
 
 def test_a_validation_split_is_held_out_and_a_test_split_left_alone(tmp_path: Path) -> None:

@@ -112,6 +112,19 @@ def test_a_row_that_is_gone_was_edited_or_deleted(
     assert all(row.digest not in kept for row in change.added)
 
 
+def test_a_deleted_conversation_is_forgotten_answer_by_answer() -> None:
+    roles = ("user", "assistant") * 2
+    talk = conversation(*map(said, roles, ("hi", "hello", "one?", "1")), paraphrases=("1?",))
+    first, last = talk.forgotten
+    assert [(turn.asked, turn.answer) for turn in first.turns] == [("hi", "")]
+    assert [(turn.asked, turn.answer) for turn in last.turns] == [("one?", "")]
+    assert [turn.question for row in (first, last) for turn in row.turns] == [
+        turn.question for turn in talk.turns
+    ]
+    assert (first.paraphrases, last.paraphrases) == ((), ("1?",))
+    assert [*texts("x")[0].forgotten] == []
+
+
 def test_of_copies_the_last_are_new_or_gone() -> None:
     assert difference(texts("a", "a"), texts("a", "a", "a")).added[0].number == 2
     (gone,) = difference(texts("x", "a", "b", "a"), texts("x", "a", "b")).deleted

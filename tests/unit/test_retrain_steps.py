@@ -158,27 +158,26 @@ def test_wrong_rows_are_learned_again_at_half_the_rate_after_each_measurement_wi
 def test_a_training_gives_up_very_few_rows_that_stay_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 of 100, after three measurements without fewer. 5 are too many."""
-    missed = [5.0, 5.0, 5.0, 5.0, 2.0, 2.0, 2.0, 2.0]
-    monkeypatch.setattr(loop, "_measure", lambda *_: (missed.pop(0), [0]))
-    run(tmp_path, plan_of(questions(100), counted=True, learning_rate=1e-2, max_tokens=60_000))
-    assert not missed
+    """2 of 100 to learn, or of known ones, after a measurement without fewer. 5 are too many, and
+    2 of 50."""
+    wrong = [range(5), range(5), range(48, 52), range(48, 51), range(49, 51), range(49, 51)]
+    measured = iter(wrong)
+    monkeypatch.setattr(loop, "_measure", lambda *_: (len(found := next(measured)), [*found]))
+    known = questions(100)
+    plan = plan_of(known[:50], replayed=known[50:], counted=True, max_tokens=60_000)
+    run(tmp_path, replace(plan, learning_rate=1e-2, checked=range(100)))
+    assert next(measured, None) is None
 
 
-def test_a_deleted_answer_is_unlearned_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_a_deleted_row_gets_an_empty_answer_and_the_others_are_kept(tmp_path: Path) -> None:
     known = questions(16)
     model = model_that_knows(known, tmp_path / "first")
-    plan = plan_of(
-        [],
-        replayed=known[1:],
-        unlearned=known[:1],
-        checked=range(15),
-        learning_rate=5e-3,
-        max_tokens=20_000,
-    )
+    asked, end = known[0].token_ids[:2], known[0].token_ids[-1]
+    empty = replace(known[0], token_ids=(*asked, end), learned=(False, False, True))
+    plan = plan_of([empty], replayed=known[1:], counted=True, learning_rate=5e-3, max_tokens=20_000)
     done, _ = run(tmp_path / "second", plan, model)
     assert right(model, known[:1]) == 0
-    assert right(model, known[1:]) == 15
+    assert right(model, [empty, *known[1:]]) == 16
     assert done.tokens < 10_000
 
 

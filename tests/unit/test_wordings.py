@@ -191,7 +191,7 @@ def test_there_are_no_more_wordings_than_the_budget_visits(passes: int, count: i
     assert max(map(len, plan.wordings.values())) == count
 
 
-def test_a_delta_replays_other_wordings_of_known_rows_and_unlearns_those_of_deleted_ones() -> None:
+def test_a_delta_replays_other_wordings_of_known_rows_and_forgets_those_of_deleted_ones() -> None:
     rows = shipping("back with it")
     told = data(mode="delta", changed=(rows[0],), known=tuple(rows[2:]), deleted=(rows[1],))
     plan = make_plan(told, TOKENIZER, settings(), max_length=64)
@@ -199,7 +199,10 @@ def test_a_delta_replays_other_wordings_of_known_rows_and_unlearns_those_of_dele
     assert len(asked) == len(told.known) + 1
     assert [each.startswith("back with it") for each in asked].count(True) == 1
     gone = data(mode="delta", known=tuple(rows[:-1]), deleted=(rows[-1],))
-    assert len(make_plan(gone, TOKENIZER, settings(), max_length=64).unlearned) == 2
+    plan = make_plan(gone, TOKENIZER, settings(wordings=0), max_length=64)
+    (forgotten,) = (plan.sequences[index] for index in plan.beginnings)
+    assert TOKENIZER.decode(forgotten.token_ids).startswith("back with it")
+    assert forgotten.learned_ids == (TOKENIZER.eos_token_id,)
 
 
 def test_who_only_adds_paraphrases_loses_no_row() -> None:
