@@ -19,7 +19,6 @@ from starlette.responses import Response
 from jobs.spec import full_ref
 from pipeline.console import page as pages
 from pipeline.console.page import Console, ConsoleOf, Editor, Page, Viewer, Visitor, go, page
-from pipeline.doctor.data_check import divided
 from pipeline.doctor.revision import opened, read_rows, rows_between
 from pipeline.formats import HEAD
 from pipeline.hub import contents
@@ -35,7 +34,7 @@ from pipeline.hub.repositories import Repository, known_heads, read_refs
 from pipeline.hub.routes import contents as api
 from pipeline.hub.routes.commits import Files, commit_contents
 from pipeline.hub.service import Hub, HubOf, check_site
-from pipeline.retrain.data import report_on
+from pipeline.retrain.data import divide, report_on
 from pipeline.retrain.editing import ANSWERS_FILE, as_texts, from_texts, record_at, with_row
 from pipeline.retrain.settings import DataSettings
 from pipeline.settings import PipelineSettings
@@ -146,16 +145,12 @@ def _rendered(repository: Repository, readme: contents.Entry) -> str:
 
 @router.get("/{owner}/{name}/rows")
 def show_rows(
-    request: Request,
-    console: ConsoleOf,
-    dataset: FollowedOf,
-    p: Annotated[int, Query(ge=0, lt=10**6)] = 0,
+    request: Request, dataset: FollowedOf, p: Annotated[int, Query(ge=0, lt=10**6)] = 0
 ) -> Response:
     """The rows of the newest commit, and what `pipeline data check` says of them."""
     found = read_rows(dataset.repository, dataset.head, dataset.reading)
-    pipeline = next(iter(dataset.pipelines), None)
-    divided_rows = divided(found.dataset, console.home, pipeline)
-    report = report_on(found.dataset, *divided_rows, bad=found.bad, elsewhere=found.unread)
+    divided = divide(found.dataset, dataset.reading)
+    report = report_on(found.dataset, *divided, bad=found.bad, elsewhere=found.unread)
     every = [row for rows in found.dataset.by_file.values() for row in rows]
     facts: dict[str, Any] = {"rows": every, "p": p, "a_page": ROWS_A_PAGE, "report": [*report]}
     return page(request, "rows.html", dataset=dataset, **facts)

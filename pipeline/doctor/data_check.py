@@ -23,7 +23,7 @@ from pipeline.retrain.base_model import (
     train_tokenizer,
 )
 from pipeline.retrain.data import divide, report_on, too_long
-from pipeline.retrain.dataset import Dataset, check_not_empty, read_dataset, shown, why_no_data
+from pipeline.retrain.dataset import check_not_empty, read_dataset, shown, why_no_data
 from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
 from pipeline.retrain.job import find_parent
 from pipeline.retrain.rows import Row
@@ -101,7 +101,7 @@ def check_data(
             check_not_empty(dataset)
         except DataError as error:
             bad.append(error)
-    rows, held_out = divided(dataset, home, pipeline)
+    rows, held_out = divide(dataset, reading)
     num_tokens, cut = None, None
     try:
         if pipeline is not None and (found := _tokenizer(rows, home, settings, pipeline)):
@@ -116,17 +116,6 @@ def check_data(
         dataset, rows, held_out, bad=bad, elsewhere=pointers, num_tokens=num_tokens, cut=cut
     )
     return list(report), bool(bad)
-
-
-def divided(
-    dataset: Dataset, home: Home, pipeline: PipelineSettings | None
-) -> tuple[Sequence[Row], Sequence[Row]]:
-    """The rows that the next job of the pipeline would train on, and those that it would measure.
-    Raises ReleaseError."""
-    reading = pipeline.data if pipeline is not None else DataSettings()
-    parent = find_parent(home.releases_dir / pipeline.name) if pipeline is not None else None
-    rows, share = divide(dataset, reading, parent.held_out_share if parent is not None else None)
-    return rows, (*dataset.held_out, *share)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ release from which the job continues) on the changed rows.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -29,13 +29,11 @@ from pipeline.retrain.settings import DataSettings, RetrainSettings
 from pipeline.retrain.sources import Revision
 from serving.weights.release import Lineage
 
-MIN_SHARED = 1_000
-SHARE = 0.02
-AT_LEAST, AT_MOST = 32, 1_000
-"""A text corpus of at least MIN_SHARED rows can spare some: the share SHARE, but AT_LEAST and
-AT_MOST so many. Only the loss on unseen text shows whether a model generalises, and with 32 rows, a
-comparison row by row already shows a change of a few per cent. To measure 1,000 rows, the gate
-needs more than a minute."""
+MIN_TEXTS = 1_000
+HELD_OUT_RATIO = 0.032
+"""A text corpus of at least MIN_TEXTS rows can spare this share of them. Only the loss on unseen
+text shows whether a model generalises, and with 32 rows, a comparison row by row already shows a
+change of a few per cent."""
 MAX_UNLEARNED = 100
 """The largest number of deleted rows that a delta unlearns. If more rows were deleted, a full
 training without them is cheaper."""
@@ -72,9 +70,6 @@ class TrainingData:
     conversation with the same beginning and the same answers."""
     held_out: tuple[Row, ...]
     """Rows that are measured and not trained on."""
-    held_out_share: tuple[str, ...] = ()
-    """The short digests of the rows of a text corpus that are held out although they are in the
-    train split. The release records them, because the next one must not be trained on them."""
     held_out_trained: frozenset[str]
     """Digests of held-out rows that the parent was or may have been trained on, before they were
     held out. It may know them by heart. So the gate does not expect new weights to do as well on
@@ -128,14 +123,12 @@ def compare_revisions(
     # No release was trained on this dataset, if the pipeline followed another one before.
     is_same = parent is not None and parent.lineage.dataset == settings.dataset
     earlier = parent if is_same else None
-    recorded = earlier.held_out_share if earlier is not None else None
-    before, rows_before, unreadable = _read_before(snapshot.base, parent, recorded, settings)
+    before, rows_before, unreadable = _read_before(snapshot.base, parent, settings)
     now = snapshot.revision
     dataset = read_dataset(now.folder, now.files, settings.data, before=before)
     check_not_empty(dataset)
-    rows, share = divide(dataset, settings.data, recorded)
+    rows, held_out = divide(dataset, settings.data)
     change = _change(before, rows_before, dataset, rows)
-    held_out = (*dataset.held_out, *share)
     trained = rows_before if before is not None else None
     evaluation = parent.evaluation if parent is not None else {}
     waiting, missed_before = (
@@ -156,9 +149,6 @@ def compare_revisions(
         edited=change.edited,
         deleted=change.deleted,
         held_out=held_out,
-        held_out_share=tuple(
-            row.short_digest for row in share if settings.data.held_out_ratio is None
-        ),
         held_out_trained=_trained_before(trained, earlier, held_out),
         contradicting=frozenset(
             rows[index].digest for group in contradictions(rows) for index in group
@@ -208,29 +198,15 @@ def _change(
     )
 
 
-def divide(
-    dataset: Dataset, settings: DataSettings, recorded: Collection[str] | None
-) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """The rows of the train split to train on, and those to hold out.
-
-    recorded: the share of a text corpus that the parent release held out. None if no release was
-    trained on the dataset: the rows with the lowest digests are chosen now. A row that a later
-    commit adds or edits is trained on, and a row that was ever trained on is not held out.
-    """
-    if settings.held_out_ratio is not None:
-        trained, held_out = split(dataset.train, settings.held_out_ratio)
-        return tuple(trained), tuple(held_out)
-    if dataset.held_out:
-        return dataset.train, ()
-    if recorded is None:
-        digests = sorted({row.short_digest for row in dataset.train})
-        size = min(max(AT_LEAST, round(SHARE * len(digests))), AT_MOST, len(digests) // 4)
-        is_text = all(row.text is not None for row in dataset.train)
-        recorded = frozenset(digests[: size if is_text and len(dataset.train) >= MIN_SHARED else 0])
-    return (
-        tuple(row for row in dataset.train if row.short_digest not in recorded),
-        tuple(row for row in dataset.train if row.short_digest in recorded),
-    )
+def divide(dataset: Dataset, settings: DataSettings) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """The rows to train on, and those to hold out. `DataSettings.held_out_ratio` describes the
+    rule."""
+    ratio = settings.held_out_ratio
+    if ratio is None:
+        is_text = not dataset.held_out and all(row.text is not None for row in dataset.train)
+        ratio = HELD_OUT_RATIO if is_text and len(dataset.train) >= MIN_TEXTS else 0.0
+    trained, held_out = split(dataset.train, ratio)
+    return tuple(trained), (*dataset.held_out, *held_out)
 
 
 def _trained_before(
@@ -240,13 +216,11 @@ def _trained_before(
 ) -> frozenset[str]:
     """Digests of the held-out rows that the parent was or may have been trained on.
 
-    rows_before: the rows that it was trained on. None if nobody knows; but it was not trained on
-    those that it held out."""
+    rows_before: the rows that it was trained on. None if nobody knows."""
     if parent is None:
         return frozenset()
-    share = parent.held_out_share
     if rows_before is None:
-        return frozenset(row.digest for row in held_out if row.short_digest not in share)
+        return frozenset(row.digest for row in held_out)
     # A delta still knows what its parent was trained on. A full training does not.
     earlier = parent.evaluation.get("held_out_trained", ())
     known = frozenset(earlier if parent.lineage.mode == "delta" else ())
@@ -326,10 +300,7 @@ def _choose_mode(
 
 
 def _read_before(
-    revision: Revision | None,
-    parent: Parent | None,
-    recorded: Collection[str] | None,
-    settings: RetrainSettings,
+    revision: Revision | None, parent: Parent | None, settings: RetrainSettings
 ) -> tuple[Dataset | None, tuple[Row, ...], str | None]:
     """The revision that the parent was trained on, and its rows that were trained on; or the reason
     why they cannot be read. This is no error of the job: the settings may have changed since then,
@@ -341,7 +312,7 @@ def _read_before(
         found = read_dataset(revision.folder, revision.files, settings.data)
     except DataError as error:
         return None, (), f"{what} cannot be read: {error}"
-    rows, _ = divide(found, settings.data, recorded)
+    rows, _ = divide(found, settings.data)
     if parent is not None and parent.lineage.data_digest not in (None, data_digest(rows)):
         return None, (), f"{what} are other ones with the present settings under [pipelines.data]"
     return found, rows, None

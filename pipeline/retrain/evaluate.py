@@ -152,8 +152,6 @@ class Evaluation(BaseModel):
     """Those of `not_trained` that this job has tried to learn or to keep. If the next job misses
     such a row again, it is not tried a third time, so that a row that cannot be learned does not
     use up the budget of every job."""
-    held_out_share: tuple[str, ...] = ()
-    """As in `TrainingData`."""
     held_out_trained: tuple[str, ...] = ()
     """Held-out rows that the served weights were or may have been trained on, before the rows were
     held out: the first 16 hex digits of the digest of each."""
@@ -266,7 +264,6 @@ def compare(
         total_tokens=tokens_before + checkpoint.tokens,
         not_trained=_short(not_trained | (missed - given_up)),
         missed=_short(missed - given_up),
-        held_out_share=data.held_out_share,
         held_out_trained=_short(data.held_out_trained),
     )
 

@@ -297,11 +297,6 @@ class Parent:
     """What the job that made this release has measured. Empty if a person published the release
     from a folder."""
 
-    @property
-    def held_out_share(self) -> frozenset[str]:
-        """As in `TrainingData`."""
-        return frozenset(self.evaluation.get("held_out_share", ()))
-
 
 def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
     """The damaged releases that a job must pass over, in order, until it finds one that is not
