@@ -71,9 +71,8 @@ class TrainingData:
     held_out: tuple[Row, ...]
     """Rows that are measured and not trained on."""
     held_out_trained: frozenset[str]
-    """Digests of held-out rows that the parent was or may have been trained on, before they were
-    held out. It may know them by heart. So the gate does not expect new weights to do as well on
-    them."""
+    """Digests of held-out rows that the parent was or may have been trained on. It may know them by
+    heart. So the gate does not expect new weights to do as well on them."""
     contradicting: frozenset[str]
     """The digests of the rows whose question has several different answers."""
     num_before: int
@@ -107,9 +106,9 @@ class TrainingData:
 
     @property
     def is_removal(self) -> bool:
-        """Whether this training removes deleted rows from the model, by learning all other rows
-        again from the base model."""
-        return self.mode == "full" and bool(self.deleted)
+        """Whether this training removes rows that are deleted or held out now from the model, by
+        learning all other rows again from the base model."""
+        return self.mode == "full" and bool(self.deleted or self.held_out_trained)
 
 
 def compare_revisions(
@@ -120,22 +119,26 @@ def compare_revisions(
 
     A row that is in both the train split and a held-out split is trained on. Raises DataError.
     """
-    # No release was trained on this dataset, if the pipeline followed another one before.
-    is_same = parent is not None and parent.lineage.dataset == settings.dataset
-    earlier = parent if is_same else None
     before, rows_before, unreadable = _read_before(snapshot.base, parent, settings)
     now = snapshot.revision
     dataset = read_dataset(now.folder, now.files, settings.data, before=before)
     check_not_empty(dataset)
     rows, held_out = divide(dataset, settings.data)
     change = _change(before, rows_before, dataset, rows)
-    trained = rows_before if before is not None else None
+    # No release was trained on this dataset, if the pipeline followed another one before.
+    is_same = parent is not None and parent.lineage.dataset == settings.dataset
+    trained_before = {row.digest for row in (rows_before if before is not None else held_out)}
+    held_out_trained = frozenset(
+        row.digest for row in held_out if is_same and row.digest in trained_before
+    )
     evaluation = parent.evaluation if parent is not None else {}
     waiting, missed_before = (
         frozenset(row.digest for row in rows if row.short_digest in digests)
         for digests in (set(evaluation.get(key, ())) for key in ("not_trained", "missed"))
     )
-    mode, reason = _choose_mode(settings, snapshot, parent, change, len(waiting), unreadable)
+    mode, reason = _choose_mode(
+        settings, snapshot, parent, change, len(waiting), len(held_out_trained), unreadable
+    )
     added = {row.digest for row in change.added}
     if mode == "delta":
         added |= waiting
@@ -149,7 +152,7 @@ def compare_revisions(
         edited=change.edited,
         deleted=change.deleted,
         held_out=held_out,
-        held_out_trained=_trained_before(trained, earlier, held_out),
+        held_out_trained=held_out_trained,
         contradicting=frozenset(
             rows[index].digest for group in contradictions(rows) for index in group
         ),
@@ -209,27 +212,6 @@ def divide(dataset: Dataset, settings: DataSettings) -> tuple[tuple[Row, ...], t
     return tuple(trained), (*dataset.held_out, *held_out)
 
 
-def _trained_before(
-    rows_before: Sequence[Row] | None,
-    parent: Parent | None,
-    held_out: Sequence[Row],
-) -> frozenset[str]:
-    """Digests of the held-out rows that the parent was or may have been trained on.
-
-    rows_before: the rows that it was trained on. None if nobody knows."""
-    if parent is None:
-        return frozenset()
-    if rows_before is None:
-        return frozenset(row.digest for row in held_out)
-    # A delta still knows what its parent was trained on. A full training does not.
-    earlier = parent.evaluation.get("held_out_trained", ())
-    known = frozenset(earlier if parent.lineage.mode == "delta" else ())
-    moved = {row.digest for row in rows_before}
-    return frozenset(
-        row.digest for row in held_out if row.digest in moved or row.short_digest in known
-    )
-
-
 def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSettings) -> bool:
     """Whether there is nothing to do: the parent has nothing to learn and nothing to forget, and
     the base model is the same. `RetrainSettings.skip_if` describes the rule."""
@@ -258,11 +240,13 @@ def _choose_mode(
     parent: Parent | None,
     change: Difference,
     num_waiting: int,
+    num_moved: int,
     unreadable: str | None,
 ) -> tuple[Mode, str]:
     """Full or delta, and the reason. `TrainSettings.mode` describes the rule.
 
-    unreadable: why the rows that the parent was trained on cannot be read any more, or None.
+    num_moved: the number of held-out rows that the parent was trained on. unreadable: why the rows
+    that it was trained on cannot be read any more, or None.
     """
     wanted, base_model = settings.train.mode, settings.base_model
     if wanted == "full":
@@ -281,6 +265,9 @@ def _choose_mode(
         return "delta", "asked for"
     if snapshot.no_delta is not None:
         return "full", snapshot.no_delta
+    if num_moved:
+        # A delta would still know them, so they would not be unseen in any later measurement.
+        return "full", f"{num_moved} rows that were trained on are held out now"
     if not change.added and not change.deleted:
         if num_waiting and lineage.settings_digest == settings.train.digest():
             return "delta", f"{num_waiting} rows of earlier commits are not trained yet"

@@ -39,9 +39,9 @@ TOLERANCE = 0.01
 """Nats per token. The gate ignores a rise of the loss that is smaller than this. If two models both
 know a row by heart, both losses are almost 0, and their ratio means nothing."""
 REMOVAL_RATIO = 1.15
-"""After a full training that leaves out deleted rows, a loss may be this many times the loss of the
-served release. Many deltas may have made the served release better than one full training can. But
-it is more important that the deleted rows are no longer served."""
+"""After a full training that leaves out rows that are deleted or held out now, a loss may be this
+many times the loss of the served release. Many deltas may have made the served release better than
+one full training can. But it is more important that the model no longer knows these rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Evaluation(BaseModel):
     known: Comparison
     """The losses on the unchanged rows."""
     held_out: Comparison
-    """The losses on held-out rows, also on those of `held_out_trained`."""
+    """The losses on held-out rows, also on those that the served weights were trained on."""
     refusals: tuple[str, ...] = ()
     """Why the gate refuses the new weights. Empty if it accepts them."""
     not_learned: str | None = None
@@ -152,9 +152,6 @@ class Evaluation(BaseModel):
     """Those of `not_trained` that this job has tried to learn or to keep. If the next job misses
     such a row again, it is not tried a third time, so that a row that cannot be learned does not
     use up the budget of every job."""
-    held_out_trained: tuple[str, ...] = ()
-    """Held-out rows that the served weights were or may have been trained on, before the rows were
-    held out: the first 16 hex digits of the digest of each."""
 
     @property
     def passed(self) -> bool:
@@ -264,7 +261,6 @@ def compare(
         total_tokens=tokens_before + checkpoint.tokens,
         not_trained=_short(not_trained | (missed - given_up)),
         missed=_short(missed - given_up),
-        held_out_trained=_short(data.held_out_trained),
     )
 
 
@@ -444,7 +440,7 @@ def loss_refusals(
     rows of plain text.
 
     groups: by their names. is_removal: whether the new weights are from a full training that leaves
-    out deleted rows.
+    out rows on which the served weights were trained.
     """
     max_ratio = max(settings.max_loss_ratio, REMOVAL_RATIO if is_removal else 0.0)
     found = []

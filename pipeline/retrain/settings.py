@@ -75,6 +75,7 @@ class TrainSettings(_Settings):
     cases:
     - There is no served release, or it was made from another base model, or no row has changed.
     - Rows of plain text were deleted, or more than 100 rows in all.
+    - Rows that were trained on are held out now.
     - The revision that the served release was trained on is not in the history of the new revision
       (a force-push), or its rows cannot be read, or are other rows with the present settings.
 

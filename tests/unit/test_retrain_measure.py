@@ -227,9 +227,7 @@ def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared(
     new = measured_as(held_out=wrong)
     assert len(evaluation(rows, served, new).refusals) == 2
     moved = frozenset(row.digest for row in rows.groups["held_out"])
-    found = evaluation(rows, served, new, held_out_trained=moved)
-    assert found.refusals == ()
-    assert len(found.held_out_trained) == 60
+    assert evaluation(rows, served, new, held_out_trained=moved).refusals == ()
 
 
 def anchors(count: int, *, measured: bool) -> Sequence[Anchor]:
