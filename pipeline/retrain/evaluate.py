@@ -7,7 +7,7 @@ new weights say it, and *kept* if they still say it.
 """
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
@@ -222,6 +222,14 @@ def compare(
         text_loss_before=text.served_loss,
     )
     held_out = [each for each in groups["held_out"] if each.row.digest not in data.held_out_trained]
+    was_right = {each.row: each.is_right for each in served.reworded or ()}
+    # With other rows, what is new would make up for what was lost.
+    answers = {row.answer for row in data.known}
+    reworded = [
+        (was_right[each.row], each.is_right)
+        for each in new.reworded or ()
+        if each.row in was_right and each.row.answer in answers
+    ]
     refusals = [
         *count_refusals(
             counts,
@@ -231,10 +239,14 @@ def compare(
             still_said=still_said,
             wrong_golden=_places_of_said(golden, now=False),
         ),
-        *reworded_refusals(
-            served.reworded, new.reworded or (), gate, known={row.answer for row in data.known}
+        *kept_refusals(
+            {
+                "rows known before": _said(known),
+                "held-out rows": _said(_answers(held_out)),
+                "questions about known rows in other words": reworded,
+            },
+            gate,
         ),
-        *held_out_refusals(_answers(held_out), gate),
         *loss_refusals(
             {
                 "held-out rows of text": _texts(held_out),
@@ -283,6 +295,10 @@ def _answers(group: Sequence[Judged]) -> list[Judged]:
 
 def _texts(group: Sequence[Judged]) -> list[Judged]:
     return [each for each in group if not each.row.has_answer]
+
+
+def _said(group: Sequence[Judged]) -> list[tuple[bool, bool]]:
+    return [(each.was_said, each.is_said) for each in group]
 
 
 def _places_of_said(group: Sequence[Judged], *, now: bool) -> list[str]:
@@ -335,10 +351,11 @@ def count_refusals(
             f"the model still says {counts.deleted - counts.unlearned:,} of {counts.deleted:,} "
             f"deleted rows; in the revision before: {_named(still_said)}"
         )
-    if _is_lost(counts.known, counts.kept, settings.min_kept):
+    asked = counts.rewordings
+    if asked >= MIN_ROWS and counts.reworded < settings.min_reworded * asked:
         found.append(
-            f"only {counts.kept:,} of {counts.known:,} rows known before were kept, where "
-            f"`gate.min_kept` asks for {settings.min_kept:.0%}"
+            f"only {counts.reworded:,} of {asked:,} questions in other words are answered, where "
+            f"`gate.min_reworded` asks for {settings.min_reworded:.0%}"
         )
     if counts.base_agreement is not None and 1 - counts.base_agreement > settings.max_base_drift:
         found.append(
@@ -377,57 +394,29 @@ def not_learned(
     return "; ".join(found) or None
 
 
-def held_out_refusals(rows: Sequence[Judged], settings: GateSettings) -> tuple[str, ...]:
-    """Reasons why the new weights may not be served, from held-out rows that have an answer.
-
-    Only the numbers of these rows are compared. Their loss says little: a model that learns facts
-    becomes surer of its answers, also of wrong answers to questions that it was never trained on.
-    """
-    before, after = sum(each.was_said for each in rows), sum(each.is_said for each in rows)
-    if not _is_lost(before, after, settings.min_kept):
-        return ()
-    return (
-        f"{after:,} of {len(rows):,} held-out rows are answered right, and {before:,} were before, "
-        f"where `gate.min_kept` asks for {settings.min_kept:.0%} of them",
-    )
-
-
-def reworded_refusals(
-    served: Sequence[Asked] | None,
-    new: Sequence[Asked],
-    settings: GateSettings,
-    *,
-    known: Container[str | None],
+def kept_refusals(
+    groups: Mapping[str, Sequence[tuple[bool, bool]]], settings: GateSettings
 ) -> tuple[str, ...]:
-    """Reasons why the new weights may not be served, from questions in other words. served: what
-    the served weights say to them, if they were asked. known: the answers that the served weights
-    were trained on. With others, what is new would make up for what was lost."""
-    count, right = len(new), _num_right(new) or 0
-    if count < MIN_ROWS:
-        return ()
-    if right < settings.min_reworded * count:
-        return (
-            f"only {right:,} of {count:,} questions in other words are answered, where "
-            f"`gate.min_reworded` asks for {settings.min_reworded:.0%}",
-        )
-    if served is None or len(served) != count:
-        return ()
-    pairs = [
-        (before.is_right, after.is_right)
-        for before, after in zip(served, new, strict=True)
-        if after.row.answer in known
-    ]
-    lost, gained = pairs.count((True, False)), pairs.count((False, True))
-    # An answer to other words changes easily, and in both directions.
-    before = sum(was_right for was_right, _ in pairs)
-    allowed = (1 - settings.min_kept) * before
-    if lost - gained - allowed <= SIGMAS * math.sqrt(lost + gained):
-        return ()
-    return (
-        f"{before + gained - lost:,} of {len(pairs):,} questions about known rows in other words "
-        f"are answered, and {before:,} were before, where `gate.min_kept` asks for "
-        f"{settings.min_kept:.0%} of them",
-    )
+    """Reasons why the new weights may not be served, from how many answers they no longer give.
+
+    groups: by their names, for each row or question whether the served weights give its answer, and
+    whether the new ones do. Held-out rows with an answer are judged in this way, and not by their
+    loss: a model that learns facts becomes surer also of wrong answers to other questions.
+    """
+    found = []
+    for name, pairs in groups.items():
+        before = sum(was_right for was_right, _ in pairs)
+        after = sum(is_right for _, is_right in pairs)
+        allowed = (1 - settings.min_kept) * before
+        # As many answers as were gained by chance may have been lost by chance.
+        gained = pairs.count((False, True))
+        error = math.sqrt(max(allowed, 1.0) * settings.min_kept + 2 * gained)
+        if before >= MIN_ROWS and before - after - allowed > SIGMAS * error:
+            found.append(
+                f"{after:,} of {len(pairs):,} {name} are answered right, and {before:,} were "
+                f"before, where `gate.min_kept` asks for {settings.min_kept:.0%} of them"
+            )
+    return tuple(found)
 
 
 def loss_refusals(
@@ -462,13 +451,6 @@ def loss_refusals(
                 f"x{max_ratio:g}"
             )
     return tuple(found)
-
-
-def _is_lost(before: int, after: int, least: float) -> bool:
-    """Whether `after` is below the share `least` of `before` by more than chance explains."""
-    allowed = (1 - least) * before
-    error = math.sqrt(max(allowed, 1.0) * least)
-    return before >= MIN_ROWS and before - after - allowed > SIGMAS * error
 
 
 def _changed(counts: Counts) -> str:

@@ -210,8 +210,8 @@ class GateSettings(_Settings):
     fewer than 20 such rows, this is not checked."""
     min_reworded: float = Field(default=0, ge=0, le=1)
     """Of the questions that are asked in words on which no job trains, the new model must answer at
-    least this share. A loss against the served model is refused by the rule of `min_kept`. If there
-    are fewer than 20 such questions, this is not checked."""
+    least this share. If there are fewer than 20 such questions, this is not checked. Those about
+    known rows are judged like these rows, by `min_kept`."""
     max_base_drift: float = Field(default=0.3, ge=0, le=1)
     """The base model has answered everyday prompts that are never trained on. At most this share of
     the tokens in these answers may no longer be what the new model would say."""

@@ -8,16 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.counts import Counts
-from pipeline.retrain.asking import Asked
 from pipeline.retrain.evaluate import (
     MIN_ROWS,
     Judged,
     count_refusals,
-    held_out_refusals,
+    kept_refusals,
     loss_refusals,
     lost_refusals,
     not_learned,
-    reworded_refusals,
 )
 from pipeline.retrain.loss import RowLoss
 from pipeline.retrain.rows import Row
@@ -72,50 +70,40 @@ def test_what_was_deleted_must_be_said_no_more() -> None:
     assert count_refusals(Counts(deleted=1, unlearned=0), GATE, is_removal=True) == ()
 
 
-def test_held_out_rows_are_judged_by_how_many_are_right() -> None:
-    def said(is_said: bool) -> RowLoss:
-        return RowLoss(row=0, nats=1.0, num_tokens=1, num_right=int(is_said))
+def lost(before: int, after: int, *, of: int, gained: int = 0, gate: GateSettings = GATE) -> str:
+    """gained: how many of those that are answered right now were not before."""
+    pairs = [(row < before, row < after - gained) for row in range(before)]
+    pairs += [(False, row < gained) for row in range(of - before)]
+    return "; ".join(kept_refusals({"rows": pairs, "others": []}, gate))
 
-    def reason(before: int, after: int) -> str:
-        rows = [Judged(ROW, said(row < after), said(row < before)) for row in range(100)]
-        return "; ".join(held_out_refusals(rows, GATE))
 
-    assert reason(before=0, after=0) == reason(before=90, after=84) == ""
-    assert reason(before=19, after=0) == "", "a few rows prove nothing"
-    assert reason(before=90, after=70) == (
-        "70 of 100 held-out rows are answered right, and 90 were before, where `gate.min_kept` "
-        "asks for 95% of them"
+def test_answers_must_be_kept_but_for_chance_and_only_twenty_prove_anything() -> None:
+    assert lost(0, 0, of=100) == lost(90, 84, of=100) == lost(1_200, 1_150, of=1_200) == ""
+    assert lost(MIN_ROWS - 1, 0, of=100) == "", "a few rows prove nothing"
+    assert lost(90, 70, of=100) == (
+        "70 of 100 rows are answered right, and 90 were before, where `gate.min_kept` asks for 95% "
+        "of them"
     )
+    assert "0 of 20 rows" in lost(MIN_ROWS, 0, of=MIN_ROWS)
+    assert "1,100 of 1,200" in lost(1_200, 1_100, of=1_200)
+    assert "15 of 20" in lost(20, 15, of=20, gate=GateSettings(min_kept=1.0))
 
 
-def test_known_rows_are_judged_from_twenty_on() -> None:
-    assert refused(Counts(known=MIN_ROWS - 1, kept=0)) == ""
-    assert "only 0 of 20 rows known before were kept" in refused(Counts(known=MIN_ROWS, kept=0))
-    assert refused(Counts(known=1_200, kept=1_150)) == ""
-    assert "`gate.min_kept` asks for 95%" in refused(Counts(known=1_200, kept=1_100))
-    assert "of 20" in refused(Counts(known=20, kept=15), GateSettings(min_kept=1.0))
+def test_what_was_gained_shows_how_much_is_chance() -> None:
+    assert lost(55, 48, of=60) != ""
+    assert lost(55, 48, of=60, gained=5) == ""
+    assert lost(55, 20, of=60, gained=5) != ""
 
 
-@given(
-    known=st.integers(0, 400),
-    kept=st.floats(0, 1),
-    min_kept=st.floats(0, 1),
-    changed=st.integers(0, 50),
-)
-def test_luck_refuses_no_honest_commit(
-    known: int, kept: float, min_kept: float, changed: int
-) -> None:
-    gate = GateSettings(min_kept=min_kept)
-    counts = Counts(changed=changed, learned=changed, known=known, kept=round(kept * known))
-    reason = refused(counts, gate)
-    lost, allowed = counts.known - counts.kept, (1 - min_kept) * known
-    if known < MIN_ROWS or lost <= allowed:
+@given(known=st.integers(0, 400), kept=st.floats(0, 1), min_kept=st.floats(0, 1))
+def test_luck_refuses_no_honest_commit(known: int, kept: float, min_kept: float) -> None:
+    gate, after = GateSettings(min_kept=min_kept), round(kept * known)
+    reason = lost(known, after, of=known, gate=gate)
+    if known < MIN_ROWS or known - after <= (1 - min_kept) * known:
         assert reason == ""
     # Twice as many rows of the same kind are never less of a proof.
     if reason:
-        assert refused(
-            counts.model_copy(update={"known": 2 * known, "kept": 2 * counts.kept}), gate
-        )
+        assert lost(2 * known, 2 * after, of=2 * known, gate=gate)
 
 
 def test_the_base_model_may_drift_as_far_as_the_setting_says() -> None:
@@ -125,36 +113,13 @@ def test_the_base_model_may_drift_as_far_as_the_setting_says() -> None:
     assert "69% of their tokens" in reason and "`gate.max_base_drift` asks for 70%" in reason
 
 
-def asked(right: str) -> list[Asked]:
-    """A `+` for each question that is answered, a `-` for each other one."""
-    said = {"+": "nine", "-": "ten"}
-    return [Asked(row=ROW, said=said[each], wanted="nine") for each in right]
-
-
-def test_other_words_are_told_and_a_loss_of_more_than_chance_is_refused() -> None:
-    known = {ROW.answer}
-
-    def reason(before: str | None, after: str, gate: GateSettings = GATE) -> str:
-        served = None if before is None else asked(before)
-        return "; ".join(reworded_refusals(served, asked(after), gate, known=known))
-
-    assert reason(None, 60 * "-") == ""
-    assert reason(60 * "+", 50 * "+" + 10 * "-") != ""
-    assert reason(60 * "+", 52 * "+" + 8 * "-") == ""
-    # As many were gained, so the loss is chance.
-    assert reason(5 * "-" + 55 * "+", 50 * "+" + 10 * "-") == ""
-    assert reason(19 * "+", 19 * "-") == "", "too few"
-    found = reason(20 * "+", 20 * "-")
-    assert "0 of 20 questions about known rows in other words are answered, and 20 were" in found
-    new = Row(prompt="When?", completion="At ten.", file="a", number=1)
-    gained = [Asked(row=new, said=said, wanted="ten") for said in ("", "ten")]
-    served = [*asked(40 * "+"), *20 * gained[:1]]
-    made_up_for = [*asked(20 * "+" + 20 * "-"), *20 * gained[1:]]
-    assert "20 of 40" in "".join(reworded_refusals(served, made_up_for, GATE, known=known))
+def test_questions_in_other_words_are_told_and_a_share_of_them_may_be_asked_for() -> None:
+    assert refused(Counts(rewordings=60, reworded=0)) == ""
     asks = GateSettings(min_reworded=0.8)
-    assert reason(None, 16 * "+" + 4 * "-", asks) == ""
-    assert "only 15 of 20" in reason(None, 15 * "+" + 5 * "-", asks)
-    assert reason(None, 19 * "-", asks) == ""
+    assert refused(Counts(rewordings=20, reworded=16), asks) == ""
+    reason = refused(Counts(rewordings=20, reworded=15), asks)
+    assert "only 15 of 20 questions" in reason and "`gate.min_reworded` asks for 80%" in reason
+    assert refused(Counts(rewordings=19, reworded=0), asks) == "", "too few"
 
 
 def test_golden_questions_that_the_served_release_answers_must_stay_right() -> None:

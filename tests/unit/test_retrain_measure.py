@@ -11,6 +11,7 @@ import torch
 
 from jobs.counts import Counts
 from pipeline.retrain.anchors import Anchor, agreement, base_answers
+from pipeline.retrain.asking import Asked
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.evaluate import GROUPS, Evaluation, MeasuredRows, Measurement, compare
@@ -170,7 +171,7 @@ def test_a_refusal_after_less_than_one_pass_names_the_budget() -> None:
     served = measured_as(known=right(30))
     new = measured_as(known=[replace(each, num_right=0) for each in right(30)])
     kept, budget = evaluation(rows, served, new, waiting=facts(25)).refusals
-    assert kept.startswith("only 0 of 30 rows known before were kept")
+    assert kept.startswith("0 of 30 rows known before are answered right")
     assert "25 rows are not yet trained; raise `train.max_tokens`" in budget
     assert len(evaluation(rows, served, new).refusals) == 1
     assert evaluation(rows, served, served, waiting=facts(25)).refusals == ()
@@ -187,7 +188,7 @@ def test_a_row_that_is_not_trained_but_was_said_before_may_be_lost() -> None:
     found = evaluation(rows, served, new, waiting=facts(25, 15))
     assert (found.counts.changed, found.counts.learned, found.counts.not_trained) == (10, 10, 30)
     assert (found.counts.known, found.counts.kept) == (30, 0)
-    assert found.refusals[0].startswith("only 0 of 30 rows known before were kept")
+    assert found.refusals[0].startswith("0 of 30 rows known before are answered right")
     found = evaluation(rows, measured_as(changed=wrong), new, waiting=facts(25, 15))
     assert (found.counts.known, found.refusals) == (0, ())
 
@@ -228,6 +229,28 @@ def test_held_out_rows_that_the_served_weights_were_trained_on_are_not_compared(
     assert len(evaluation(rows, served, new).refusals) == 2
     moved = frozenset(row.digest for row in rows.groups["held_out"])
     assert evaluation(rows, served, new, held_out_trained=moved).refusals == ()
+
+
+def test_questions_in_other_words_about_known_rows_are_compared_each_with_itself() -> None:
+    """New answers do not make up for lost ones. The served weights may refuse some questions."""
+    known, changed = facts(30), facts(30, 30)
+    rows = choose_rows(data(changed=changed, known=known), (), TOKENIZER, 64, GateSettings())
+
+    def measured(rows: Sequence[Row], said: Sequence[Row]) -> Measurement:
+        answers = [(row, row.answer or "") for row in rows]
+        return replace(
+            measured_as(),
+            reworded=[
+                Asked(row=row, said=answer if row in said else "", wanted=answer)
+                for row, answer in answers
+            ],
+        )
+
+    served, new = measured((*changed, *known[1:]), known), measured((*known, *changed), changed)
+    (reason,) = evaluation(rows, served, new, known=known).refusals
+    assert reason.startswith("0 of 29 questions about known rows in other words are answered right")
+    assert evaluation(rows, served, served, known=known).refusals == ()
+    assert evaluation(rows, measured_as(), new, known=known).refusals == ()
 
 
 def anchors(count: int, *, measured: bool) -> Sequence[Anchor]:
