@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.retrain.asking import generate
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.loss import AnchorTarget, autocast, predict
+from pipeline.retrain.loss import AnchorTarget, autocast, predict, row_losses
 from pipeline.retrain.model import LoadedModel, logits_of
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import TokenSequence, answer_ends, chat_template, leave_out, sequences
@@ -119,7 +119,6 @@ def base_answers(
     return trained, measured
 
 
-@torch.no_grad()
 def agreement(
     model: PreTrainedModel,
     anchors: Sequence[AnchorTarget],
@@ -129,15 +128,8 @@ def agreement(
 
     on_batch: called after each batch, with the number of answers in this batch.
     """
-    num_right = num_tokens = 0
-    for start in range(0, len(anchors), MEASURED_ROWS):
-        some = anchors[start : start + MEASURED_ROWS]
-        with autocast(model.device):
-            hidden, labels = predict(model, [[each.sequence] for each in some])
-            num_right += int((logits_of(model, hidden).argmax(-1) == labels).sum())
-        num_tokens += len(labels)
-        on_batch(len(some))
-    return num_right / num_tokens
+    losses = row_losses(model, [each.sequence for each in anchors], on_batch)
+    return sum(loss.num_right for loss in losses) / sum(loss.num_tokens for loss in losses)
 
 
 def _answer(
