@@ -83,7 +83,7 @@ class RowColumns:
             for form in (_conversation, _prompt_and_completion, _question_and_answer, _text):
                 if found := form(columns, whole):
                     more: Columns = {} if _is_learned(whole, found) else {"is_learned": False}
-                    return {**found, **_paraphrases(whole), **more}
+                    return {**found, "paraphrases": paraphrases_in(whole), **more}
         raise ValueError(self._nothing_known(record))
 
     def _nothing_known(self, record: Columns) -> str:
@@ -218,15 +218,16 @@ def _earlier(turn: Any) -> list[Any]:
     )
 
 
-def _paraphrases(whole: Columns) -> Columns:
+def paraphrases_in(whole: Columns) -> tuple[str, ...]:
+    """Other wordings of the question. Raises ValueError if they are no list of texts."""
     if whole.get("paraphrases") in (None, "", []):
-        return {}
+        return ()
     texts = _listed(whole, "paraphrases")
     for text in texts:
         if not isinstance(text, str) or not text.strip():
             found = kind(text) if not isinstance(text, str) else "an empty text"
             raise ValueError(f"`paraphrases` has {found} in it; it must be a list of questions")
-    return {"paraphrases": tuple(dict.fromkeys(texts))}
+    return tuple(dict.fromkeys(texts))
 
 
 def _is_learned(whole: Columns, found: Columns) -> bool:

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 
+from pipeline.retrain.columns import RowColumns, paraphrases_in
 from pipeline.retrain.data import TrainingData
+from pipeline.retrain.reading import read_file
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import ParaphraseSettings
 
@@ -102,15 +103,8 @@ def _key(row: Row) -> Key:
 
 
 def _read(file: Path) -> dict[Key, tuple[str, ...]]:
-    found = {}
-    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-    for line in filter(str.strip, text.split("\n")):
-        try:
-            row = json.loads(line)
-            found[row["question"], row["answer"]] = _checked(row["paraphrases"])
-        except (ValueError, KeyError, TypeError):
-            logger.warning("%s: this line is no row with `paraphrases`: %.80s", file, line)
-    return found
+    rows = read_file(Path(), str(file), RowColumns({}), logger.warning) if file.exists() else ()
+    return {_key(row): row.paraphrases for row in rows if row.paraphrases}
 
 
 def _ask_for(
@@ -174,18 +168,10 @@ def _texts(answered: httpx.Response, question: str) -> tuple[str, ...]:
     """The wordings in an answer of the larger model. Empty if it has no list of them."""
     try:
         content = answered.json()["choices"][0]["message"]["content"].rpartition("</think>")[2]
-        texts = _checked(json.loads(_LIST.findall(content)[0]))
-        own = [each for each in dict.fromkeys(texts) if each and each != question.strip()]
+        texts = paraphrases_in({"paraphrases": _LIST.findall(content)[0]})
+        "".join(texts).encode()  # half a character is an error
+        own = [each for each in dict.fromkeys(map(str.strip, texts)) if each != question.strip()]
         # A model often lists the usual wordings first. The last one is held back (`Row.held_back`).
         return tuple(random.Random(question).sample(own, len(own)))
     except (ValueError, LookupError, TypeError, AttributeError):
         return ()
-
-
-def _checked(listed: Any) -> tuple[str, ...]:
-    """Raises ValueError or TypeError if this is no list of texts."""
-    if not isinstance(listed, list):
-        raise TypeError("not a list")
-    texts = tuple(str.strip(each) for each in listed)
-    "".join(texts).encode()  # half a character is an error
-    return texts

@@ -271,7 +271,7 @@ def _content(columns: Columns) -> dict[str, Any]:
     """The fields of a `Row`. Raises ValueError if a column has the wrong type."""
     texts = dict(columns)
     is_learned = texts.pop("is_learned", True)
-    paraphrases = {"paraphrases": texts.pop("paraphrases")} if "paraphrases" in texts else {}
+    paraphrases = {"paraphrases": texts.pop("paraphrases", ())}
     if "messages" in columns:
         tools = columns.get("tools")
         talk = _conversation(columns["messages"], tools, is_learned=bool(is_learned))

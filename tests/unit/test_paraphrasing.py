@@ -158,10 +158,11 @@ def test_a_line_that_a_person_broke_is_named_and_left_out(
 ) -> None:
     file = tmp_path / "a.jsonl"
     kept = {"question": "When do you open?", "answer": "At nine.", "paraphrases": ["hours?"]}
-    file.write_text(f"{json.dumps(kept)}\nnot a row\n")
+    file.write_text(f"{json.dumps(kept)}\nnot a row\n{json.dumps({**kept, 'paraphrases': 1})}\n")
     found = paraphrased(data(changed=(OPEN,)), larger.settings, file, None)
     assert found.rows[0].wordings == ("hours?",) and larger.asked == []
-    assert "this line is no row with `paraphrases`: not a row" in caplog.text
+    assert f"{file}, line 2: not JSON" in caplog.text
+    assert f"{file}, line 3: `paraphrases` holds the value 1; it must be a list" in caplog.text
 
 
 def test_text_needs_no_wordings(larger: LargerModel, tmp_path: Path) -> None:
