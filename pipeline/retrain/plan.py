@@ -366,25 +366,18 @@ def sample(count: int, size_of: Callable[[int], int], max_tokens: int) -> list[i
     """A random sample of the numbers below `count` with at most `max_tokens` tokens together, but
     with at least one number. It is sorted, and the same in each run.
 
-    A number with more than half of `max_tokens` is chosen only if there is room after all others.
-    Otherwise, it alone would make the sample so small that it proves nothing. size_of: the tokens
-    of a number."""
+    A number with more than half of `max_tokens` is skipped: it alone would make the sample so small
+    that it proves nothing. size_of: the tokens of a number."""
     order = random.Random(count).sample(range(count), count)
     chosen: list[int] = []
-    long: dict[int, int] = {}
-    left = max_tokens
+    left, skipped = max_tokens, 0
     for index in order:
         size = size_of(index)
-        if size > max_tokens / 2 and sum(long.values()) < MAX_SKIPPED * max_tokens:
-            long[index] = size
+        if size > max_tokens / 2 and skipped < MAX_SKIPPED * max_tokens:
+            skipped += size
             continue
         if size > left:
             break
         left -= size
         chosen.append(index)
-    else:
-        for index, size in long.items():
-            if size <= left:
-                left -= size
-                chosen.append(index)
     return sorted(chosen or order[:1])
