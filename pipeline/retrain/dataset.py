@@ -203,15 +203,12 @@ def shortened(text: str, most: int = MAX_QUOTED) -> str:
 
 
 def _by_config(config: Mapping[str, Any]) -> _Finder | None:
-    folder = posixpath.normpath(str(config.get("data_dir") or "").strip("/"))
-    folder = "" if folder == "." else folder
+    if folder := config.get("data_dir"):
+        problem = f"its configs say `data_dir: {shortened(str(folder))}`, which is not read"
+        raise DataError.at(CARD, None, f"{problem}; use `data_files` or [pipelines.data.splits]")
     files = config.get("data_files")
     if files is None:
-        if not folder:
-            return None
-        return lambda path: (
-            _by_name(path.removeprefix(f"{folder}/")) if path.startswith(f"{folder}/") else None
-        )
+        return None
     from datasets.data_files import sanitize_patterns
 
     try:
@@ -223,8 +220,7 @@ def _by_config(config: Mapping[str, Any]) -> _Finder | None:
         raise _not_understood(error) from error
     by_split: dict[Split, list[str]] = {}
     for name, patterns in by_name_of_split.items():
-        inside = [f"{folder}/{pattern}" if folder else pattern for pattern in patterns]
-        by_split.setdefault(_split_called(name) or "train", []).extend(inside)
+        by_split.setdefault(_split_called(name) or "train", []).extend(patterns)
     return _finder(by_split, CARD)
 
 

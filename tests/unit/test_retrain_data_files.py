@@ -127,7 +127,11 @@ configs:
 - config_name: fr
   data_files: fr.csv
 - config_name: en
-  data_dir: en
+  data_files:
+  - split: train
+    path: en/a.csv
+  - split: test
+    path: en/test.csv
 {default}---
 """
 
@@ -141,12 +145,17 @@ def test_of_several_configs_all_are_read_unless_one_is_the_default_or_asked_for(
         "test": ("en/test.csv",),
     }
     assert splits(*files, card=card, config="fr") == {"train": ("fr.csv",)}
-    elsewhere = SEVERAL.format(default="").replace("data_dir: en", "data_dir: ./en/")
-    assert splits(*files, card=elsewhere) == splits(*files, card=card)
     with pytest.raises(
         DataError, match=r"config is \'de\', and README.md of the dataset has fr, en"
     ):
         splits(*files, card=card, config="de")
+
+
+def test_a_folder_of_a_config_is_refused_by_name() -> None:
+    card = "---\nconfigs:\n- config_name: a\n  data_dir: en\n---\n"
+    with pytest.raises(DataError, match=r"^README.md: .* `data_dir: en`.* use `data_files`"):
+        splits("en/a.csv", card=card)
+    assert splits("en/a.csv", card=card, splits={"test": ("b.csv",)})
 
 
 def test_a_card_that_says_nothing_of_files_changes_nothing() -> None:
