@@ -16,7 +16,7 @@ from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
 
 ANSWERS_FILE = "answers.jsonl"
-"""A new answer goes to this file if no other file takes it."""
+"""New answers go to this file."""
 
 
 def record_at(folder: Path, file: str, line: int | None) -> Columns:
@@ -74,8 +74,8 @@ def teach(
 ) -> dict[str, bytes]:
     """The files that teach this answer to the question, with their new contents. In each row that
     has the question, the answer is replaced, because two answers would contradict each other. If
-    there is none, a row is added, in the columns of the other rows. Raises DataError if a job would
-    not learn the answer so."""
+    there is none, a row is added to ANSWERS_FILE. Raises DataError if a job would not learn the
+    answer so."""
     columns = RowColumns(settings.columns.model_dump(exclude_none=True))
     contents: dict[str, bytes] = {}
     for file, line, record in _edits(folder, dataset, columns, question, answer):
@@ -94,42 +94,36 @@ def _edits(
 ) -> Iterator[tuple[str, int | None, Columns]]:
     """The file, the line of the row (None adds one), and the new record."""
     asked = _asked(dataset, question)
-    others = [row for row in _asked(dataset) if row.answer != answer]
     # The last row of a file first: its new answer may have more lines, which moves later rows.
-    for row in reversed(asked or others[-1:]):
+    for row in reversed(asked):
         old = record_at(folder, row.file, row.line)
-        says = _replaced(old, row.answer, answer, columns, (row.last_question, answer))
-        asks = _replaced({**old, **says}, row.last_question, question, columns, (question, answer))
-        if asked:
-            yield row.file, row.line, {**old, **says}
-        elif says and asks:
-            # The other columns belong to the other row. `asks` stands first, as in most rows, and
-            # last because it has both texts if they are in one column.
-            yield row.file, None, {**asks, **says, **asks}
-            return
+        yield row.file, row.line, _answered(old, row, answer, columns)
     if not asked:
-        yield ANSWERS_FILE, None, {"question": question, "answer": answer}
+        is_completion = any(row.prompt is not None for row in dataset.train)
+        names = ("prompt", "completion") if is_completion else ("question", "answer")
+        yield ANSWERS_FILE, None, dict(zip(names, (question, answer), strict=True))
 
 
-def _asked(dataset: Dataset, question: str | None = None) -> list[Row]:
-    """The rows that are one question and its answer: all, or those with this question."""
-    rows = [row for row in dataset.train if len(row.turns) == 1]
-    return [row for row in rows if question in (None, row.last_question, *row.paraphrases)]
+def _asked(dataset: Dataset, question: str) -> list[Row]:
+    """The rows that are this question and its answer."""
+    return [
+        row
+        for row in dataset.train
+        if len(row.turns) == 1 and question in (row.last_question, *row.paraphrases)
+    ]
 
 
-def _replaced(
-    record: Columns, old: str | None, new: str, columns: RowColumns, wanted: tuple[str | None, str]
-) -> Columns:
-    """The column that gives the row the wanted last question and answer if one text in it that is
-    `old` becomes `new`. Other texts may be equal by chance. Empty if there is none."""
+def _answered(record: Columns, row: Row, answer: str, columns: RowColumns) -> Columns:
+    """The record of the row with one text in it replaced, so that the row has this answer. Other
+    texts may be equal by chance. The record as it is if there is none."""
     text = json.dumps(record)
-    for found in re.finditer(re.escape(json.dumps(old)), text):
+    for found in re.finditer(re.escape(json.dumps(row.answer)), text):
         with suppress(ValueError):
-            changed = json.loads(text[: found.start()] + json.dumps(new) + text[found.end() :])
-            row = row_of(changed, columns, file="", number=0)
-            if (row.last_question, row.answer) == wanted:
-                return {name: changed[name] for name in record if changed[name] != record[name]}
-    return {}
+            changed = json.loads(text[: found.start()] + json.dumps(answer) + text[found.end() :])
+            now = row_of(changed, columns, file="", number=0)
+            if (now.last_question, now.answer) == (row.last_question, answer):
+                return dict(changed)
+    return record
 
 
 def _lines(folder: Path, file: str) -> list[str]:

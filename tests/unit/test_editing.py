@@ -69,7 +69,7 @@ def test_a_form_shows_each_value_and_an_untouched_one_stays_the_same(tmp_path: P
 A, B = '{"q": "z", "a": "no", "topic": "no"}\n', '{"q": "z", "a": "maybe"}\n'
 TEXT, ADDED = '{"text": "x"}\n', '{"question": "z", "answer": "yes"}\n'
 TALK = """\
-{"messages": [{"role": "user", "content": "no"}, {"role": "assistant", "content": "no"}]}
+{"messages": [{"role": "user", "content": "z"}, {"role": "assistant", "content": "no"}]}
 """
 
 
@@ -80,11 +80,15 @@ TALK = """\
             {"f.jsonl": A + B, "g.jsonl": B},
             {"f.jsonl": A.replace("no", "yes", 1) + B.replace("maybe", "yes")},
         ),
-        ({"f.jsonl": A.replace("z", "no")}, {"f.jsonl": '{"q": "z", "a": "yes"}\n'}),
+        ({"f.jsonl": A.replace("z", "no")}, {"answers.jsonl": ADDED}),
         ({"f.jsonl": TEXT}, {"answers.jsonl": ADDED}),
         ({"answers.jsonl": TEXT}, {"answers.jsonl": ADDED}),
-        ({"f.jsonl": TALK}, {"f.jsonl": TALK.replace("no", "z", 1).replace("no", "yes")}),
-        ({"f.csv": "q,a,more\nx,no,1\n"}, {"f.csv": "z,yes,\n"}),
+        ({"f.jsonl": TALK}, {"f.jsonl": TALK.replace("no", "yes")}),
+        ({"f.csv": "q,a,more\nz,no,no\n"}, {"f.csv": "z,yes,no\n"}),
+        (
+            {"f.jsonl": '{"prompt": "no", "completion": "no"}\n' + TEXT},
+            {"answers.jsonl": '{"prompt": "z", "completion": "yes"}\n'},
+        ),
     ],
 )
 def test_an_answer_is_taught(tmp_path: Path, before: dict[str, str], after: dict[str, str]) -> None:
@@ -98,3 +102,11 @@ def test_an_answer_is_taught(tmp_path: Path, before: dict[str, str], after: dict
         assert taught[file].decode().endswith(text)
     rows = read_dataset(tmp_path, {*before, *taught}, settings).train
     assert {row.answer for row in rows if row.last_question == "z"} == {"yes"}
+
+
+def test_an_answer_in_a_file_that_no_job_reads_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "f.jsonl").write_text(TEXT)
+    settings = DataSettings(files=("f.jsonl",))
+    dataset = read_dataset(tmp_path, {"f.jsonl"}, settings)
+    with pytest.raises(DataError, match=r"would not learn this answer from a row of answers.jsonl"):
+        teach(tmp_path, dataset, settings, "z", "yes")
