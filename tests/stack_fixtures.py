@@ -127,8 +127,8 @@ def configure(workplace: Workplace, name: str = "facts", **train: object) -> Non
 def findings(workplace: Workplace, code: int = 1) -> dict[str, str]:
     """What is wrong, by check."""
     found = workplace.json("doctor", code=code)
-    assert all(finding["next_step"] for finding in found if finding["level"] == "wrong")
-    return {each["check"]: each["message"] for each in found if each["level"] == "wrong"}
+    assert all(finding["next_step"] for finding in found)
+    return {each["check"]: each["message"] for each in found}
 
 
 def facts(start: int, stop: int, answer: str = "box") -> str:

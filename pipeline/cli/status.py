@@ -19,7 +19,6 @@ from pipeline.doctor.checks import (
     check_queue,
     check_services,
     check_webhooks,
-    examine,
     faults,
 )
 from pipeline.doctor.facts import Facts, state_of
@@ -40,15 +39,16 @@ def doctor(as_json: JsonOption = False) -> None:
     """Check the stack and its state folder. Report what is wrong and what to do about it. The exit
     code is 1 if anything is wrong."""
     home = project_home()
-    findings = examine(Facts(home, running_settings(home)))
+    facts = Facts(home, running_settings(home))
+    found = faults(facts)
     if as_json:
-        print(json.dumps([finding.model_dump() for finding in findings]))
+        print(json.dumps([fault.model_dump() for fault in found]))
+    elif not found:
+        print("nothing is wrong" if facts.stack else "nothing is wrong, but no stack is up")
     else:
-        for finding in findings:
-            print(f"{finding.level:5}  {finding.check}: {finding.message}")
-            if finding.next_step is not None:
-                print(f"       → {finding.next_step}")
-    if any(finding.level == "wrong" for finding in findings):
+        for fault in found:
+            print(f"{fault.check}: {fault.message}\n  → {fault.next_step}")
+    if found:
         raise typer.Exit(1)
 
 

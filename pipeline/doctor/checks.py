@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from platform import python_version
 
 from sqlalchemy import func, select
 
 from jobs.errors import JobError, StoreError
 from jobs.process import is_suspended
-from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, ok, state_of, wrong
+from pipeline.doctor.facts import READ_IT, WAYS_ON, Facts, Finding, next_step, state_of, wrong
 from pipeline.errors import PipelineError
 from pipeline.hub.database import deliveries, read_only
 from pipeline.paths import settings_file
@@ -39,26 +38,11 @@ NO_RUNNER_SECONDS = 30
 Check = Callable[[Facts], Iterator[Finding]]
 
 
-def examine(facts: Facts) -> list[Finding]:
-    """Run every check, in the order of `CHECKS`. One fault may make several checks fail. The check
-    that finds the fault itself comes before the checks that find only effects of the fault."""
-    return [finding for check in CHECKS for finding in check(facts)]
-
-
-def faults(facts: Facts, checks: Iterable[Check]) -> list[Finding]:
-    """What these checks find wrong."""
-    return [each for check in checks for each in check(facts) if each.level == "wrong"]
-
-
 def check_programs(facts: Facts) -> Iterator[Finding]:
-    yield ok("python", python_version())
-    yield ok("engine", f"{facts.engine.name}, because {facts.engine.reason}")
     if facts.engine.name == "torch" and find_spec("torch") is None:
         yield wrong("torch", "it is not installed", INSTALL_TORCH)
-    if (git := shutil.which("git")) is None:
+    if shutil.which("git") is None:
         yield wrong("git", "it is not on PATH", "install git 2.31 or newer")
-    else:
-        yield ok("git", git)
 
 
 def check_state_folder(facts: Facts) -> Iterator[Finding]:
@@ -66,13 +50,10 @@ def check_state_folder(facts: Facts) -> Iterator[Finding]:
     if not root.exists():
         yield wrong("state", f"{root} does not exist", "start the stack: pipeline up")
         return
-    free = shutil.disk_usage(root).free
-    room = f"{free / 2**30:.1f} GiB free on the disk of {root}"
-    if free < SPARE_BYTES:
+    if (free := shutil.disk_usage(root).free) < SPARE_BYTES:
+        room = f"{free / 2**30:.1f} GiB free on the disk of {root}"
         step = "pipeline releases prune --keep 2, or lower keep_days under [jobs]"
         yield wrong("disk", room, f"free some space: {step}")
-    else:
-        yield ok("disk", room)
     try:
         read_tokens(file)
     except PipelineError as error:
@@ -81,19 +62,13 @@ def check_state_folder(facts: Facts) -> Iterator[Finding]:
     if (mode := file.stat().st_mode & 0o777) & 0o077:
         readable = f"{file} has mode {mode:o}: other users can read it"
         yield wrong("tokens", readable, f"chmod 600 {file}")
-    else:
-        yield ok("tokens", f"only its owner can read {file}")
 
 
 def check_training(facts: Facts) -> Iterator[Finding]:
     """Whether the jobs of each pipeline can start: with the user's own trainer (`command`), or with
     the built-in training and its base model."""
     for pipeline in facts.settings.pipelines:
-        found = list(_check_command(pipeline) if pipeline.command else _check_training(pipeline))
-        yield from found
-        if not found:
-            what = pipeline.command[0] if pipeline.command else pipeline.base_model
-            yield ok("trainer", f"{pipeline.name}: {what}")
+        yield from _check_command(pipeline) if pipeline.command else _check_training(pipeline)
 
 
 def _check_command(pipeline: PipelineSettings) -> Iterator[Finding]:
@@ -121,8 +96,6 @@ def check_services(facts: Facts) -> Iterator[Finding]:
             yield wrong(
                 "stack", killed, "pipeline up (this first ends the services that still run)"
             )
-        else:
-            yield ok("stack", "no stack is up")
         return
     if is_suspended(record.process):  # by SIGSTOP or Ctrl-Z
         fault = "is suspended, so it neither stops nor restarts a service"
@@ -137,8 +110,6 @@ def check_services(facts: Facts) -> Iterator[Finding]:
         elif state == "hung":
             silent = "it does not answer; if it stays silent, the stack kills and restarts it"
             yield wrong(child.name, silent, log)
-        elif child.process is not None:
-            yield ok(child.name, f"up, process {child.process.pid}")
 
 
 def check_webhooks(facts: Facts) -> Iterator[Finding]:
@@ -166,7 +137,7 @@ def check_webhooks(facts: Facts) -> Iterator[Finding]:
             yield wrong("webhook", f"{webhook.id} is suspended: {waits}", step)
     if facts.answering_hub is not None and facts.settings.datasets_on_hub:
         hub = own_hub(facts.settings, facts.home, facts.answering_hub)
-        yield _check_webhook(facts, "webhook", hub, webhooks)
+        yield from _check_webhook(facts, "webhook", hub, webhooks)
 
 
 def check_other_hubs(facts: Facts) -> Iterator[Finding]:
@@ -180,7 +151,7 @@ def check_other_hubs(facts: Facts) -> Iterator[Finding]:
             yield wrong(check, *hindrance)
             continue
         try:
-            yield _check_webhook(facts, check, hub, hub.webhooks())
+            yield from _check_webhook(facts, check, hub, hub.webhooks())
         except ReceiverError as error:
             silent = f"{hub.url} does not list its webhooks: {error}"
             yield wrong(check, silent, restart(facts.home))
@@ -188,12 +159,13 @@ def check_other_hubs(facts: Facts) -> Iterator[Finding]:
 
 def _check_webhook(
     facts: Facts, check: str, hub: FollowedHub, webhooks: Sequence[WebhookRecord]
-) -> Finding:
+) -> Iterator[Finding]:
     """Whether one of the webhooks on this hub reports pushes to the receiver."""
     ours, step = hub.ours(webhooks), restart(facts.home)
     if ours is None:
         names = ", ".join(hub.datasets)
-        return wrong(check, f"no webhook at {hub.url} reports pushes to {names}", step)
+        yield wrong(check, f"no webhook at {hub.url} reports pushes to {names}", step)
+        return
     if ours.url != hub.post_to:
         target = ours.url or "its job"
         fault = f"it delivers to {target}, but the receiver is at {hub.post_to}"
@@ -204,26 +176,23 @@ def _check_webhook(
     elif (missing := hub.unwatched(ours)) or "repo" not in ours.domains:
         fault = f"it does not watch {', '.join(missing) or 'pushes'}"
     else:
-        return ok(check, f"{ours.id} at {hub.url} delivers to {ours.url}")
-    return wrong(check, f"{ours.id} at {hub.url}: {fault}", step)
+        return
+    yield wrong(check, f"{ours.id} at {hub.url}: {fault}", step)
 
 
 def check_deliveries(facts: Facts) -> Iterator[Finding]:
-    status = deliveries.c.status
+    is_dead = deliveries.c.status == "dead"
     try:
         with read_only(facts.home.hub_dir, facts.settings.hub.database) as connection:
-            counted = select(status, func.count().label("number")).group_by(status)
-            counts = {row.status: row.number for row in connection.execute(counted)}
+            dead = connection.scalar(select(func.count()).where(is_dead))
     except StoreError as error:
         yield wrong(
             "deliveries", str(error), "let it be reached; if it is damaged, restore a backup"
         )
         return
-    if dead := counts.get("dead", 0):
+    if dead:
         step = "pipeline webhooks deliveries says why; pipeline webhooks replay sends one again"
         yield wrong("deliveries", f"{dead} were given up, because every attempt failed", step)
-    else:
-        yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
 
 
 def check_queue(facts: Facts) -> Iterator[Finding]:
@@ -243,13 +212,9 @@ def check_queue(facts: Facts) -> Iterator[Finding]:
 def check_push_to(facts: Facts) -> Iterator[Finding]:
     for pipeline in facts.settings.pipelines:
         last = last_push(facts.releases_dir(pipeline))
-        if pipeline.push_to is None or last is None:
-            continue
-        if last.failure is not None:
+        if pipeline.push_to is not None and last is not None and last.failure is not None:
             again = f"it is tried again every {RETRY_SECONDS / 60:.0f} min"
             yield wrong("push_to", f"{pipeline.name}: {last.failure}; {again}", READ_IT)
-        else:
-            yield ok("push_to", f"{pipeline.name}: {pipeline.push_to} is at {last.release}")
 
 
 def check_last_jobs(facts: Facts) -> Iterator[Finding]:
@@ -260,15 +225,9 @@ def check_last_jobs(facts: Facts) -> Iterator[Finding]:
         return
     for name, jobs in jobs_of.items():
         last = next((job for job in jobs if job.has_ended), None)
-        if last is None:
-            yield ok("jobs", f"{name}: no job has ended yet")
-        elif last.outcome is None or last.outcome.result not in ("failed", "rejected"):
-            ended = last.state.lower() if last.outcome is None else last.outcome.result
-            yield ok("jobs", f"{name}: {last.id} {ended}")
-        else:
-            is_rejected = last.outcome.result == "rejected"
-            step = WAYS_ON if is_rejected else "push again, or: pipeline jobs run"
-            ended = f"{name}: {last.id} {last.outcome.result}: {last.outcome.reason}"
+        if last and (outcome := last.outcome) and outcome.result in ("failed", "rejected"):
+            step = WAYS_ON if outcome.result == "rejected" else "push again, or: pipeline jobs run"
+            ended = f"{name}: {last.id} {outcome.result}: {outcome.reason}"
             yield wrong(
                 "jobs", ended, f"pipeline jobs logs {last.id}; then {next_step(jobs, step)}"
             )
@@ -278,8 +237,8 @@ def check_releases(facts: Facts) -> Iterator[Finding]:
     for pipeline in facts.settings.pipelines:
         folder = facts.releases_dir(pipeline)
         ids = release_ids(folder)
-        found = [fault for id in ids for fault in _check_release(folder / id)]
-        yield from found or [ok("releases", f"{pipeline.name}: {len(ids)} releases, all undamaged")]
+        for id in ids:
+            yield from _check_release(folder / id)
         try:
             served = served_release(folder)
         except ServingError as error:
@@ -328,3 +287,10 @@ CHECKS: tuple[Check, ...] = (
     check_releases,
     check_push_to,
 )
+"""One fault may make several checks fail. The check that finds the fault itself comes before the
+checks that find only effects of the fault."""
+
+
+def faults(facts: Facts, checks: Iterable[Check] = CHECKS) -> list[Finding]:
+    """What these checks find wrong."""
+    return [fault for check in checks for fault in check(facts)]

@@ -52,28 +52,23 @@ DECIDED_NOTHING = frozenset({"failed", "cancelled", "superseded"})
 
 
 class Finding(BaseModel):
-    """One thing that a check of `pipeline doctor` found."""
+    """A fault that a check of `pipeline doctor` found."""
 
     model_config = ConfigDict(frozen=True)
 
     check: str
     """What was checked, in one or two words, such as `git` or `webhook`."""
-    level: Literal["ok", "wrong"]
     message: str
-    next_step: str | None = None
-    """What the user can do about the fault; None if nothing is wrong."""
+    next_step: str
+    """What the user can do about the fault."""
 
     def __str__(self) -> str:
-        is_said = self.next_step in (None, READ_IT) or str(self.next_step) in self.message
+        is_said = self.next_step == READ_IT or self.next_step in self.message
         return f"{self.check}: {self.message}{'' if is_said else f'; {self.next_step}'}"
 
 
-def ok(check: str, message: str) -> Finding:
-    return Finding(check=check, level="ok", message=message)
-
-
 def wrong(check: str, message: str, next_step: str) -> Finding:
-    return Finding(check=check, level="wrong", message=message, next_step=next_step)
+    return Finding(check=check, message=message, next_step=next_step)
 
 
 class Facts:

@@ -9,16 +9,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from jobs.outcome import JobOutcome
 from jobs.process import identify
 from jobs.spec import JobSpec
 from jobs.store import JobStore
+from pipeline.cli.main import app
 from pipeline.doctor import checks as doctor
 from pipeline.doctor.facts import Facts, Finding
 from pipeline.paths import Home
 from pipeline.settings import load_settings
 from pipeline.stack.record import StackRecord
+from pipeline.tokens import load_tokens
 from serving.weights.release_store import set_current
 from tests.jobs_fixtures import claim
 from tests.ports import free_port
@@ -35,7 +38,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
 
 
 def wrong(found: Iterator[Finding]) -> list[tuple[str, str]]:
-    return [(each.message, each.next_step or "") for each in found if each.level == "wrong"]
+    return [(each.message, each.next_step) for each in found]
 
 
 def trainers(home: Home, *keys: str, table: str = "") -> list[tuple[str, str]]:
@@ -158,15 +161,33 @@ def test_a_stack_without_a_runner_says_that_nobody_takes_its_jobs(
         assert not found()
 
 
-def test_a_killed_stack_is_not_also_said_to_be_well(home: Home) -> None:
-    def found() -> list[str]:
-        told = doctor.check_services(Facts(home, load_settings()))
-        return [each.message for each in told if each.check == "stack"]
+def test_a_stack_was_killed_if_its_record_is_left(home: Home) -> None:
+    def found() -> list[tuple[str, str]]:
+        return wrong(doctor.check_services(Facts(home, load_settings())))
 
-    assert found() == ["no stack is up"]
+    assert found() == []
     home.stack_file.write_text("{}")
-    [message] = found()
+    [(message, _)] = found()
     assert message.startswith("the stack was killed")
+
+
+def test_nothing_is_wrong_is_said_in_words(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_HOME", str(home.root))
+    monkeypatch.setattr(doctor, "SPARE_BYTES", 0)
+
+    def doctor_says() -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["doctor"])
+        return done.exit_code, done.stdout
+
+    code, said = doctor_says()
+    assert code == 1 and str(home.tokens_file) in said
+    load_tokens(home.tokens_file)
+    assert doctor_says() == (0, "nothing is wrong, but no stack is up\n")
+    me = identify(os.getpid())
+    assert me is not None
+    record = StackRecord(process=me, started_at=0.0, is_ready=False)
+    home.stack_file.write_text(record.model_dump_json())
+    assert doctor_says() == (0, "nothing is wrong\n")
 
 
 def test_dead_deliveries_are_counted(home: Home) -> None:

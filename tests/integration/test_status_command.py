@@ -78,7 +78,7 @@ def pipeline(*arguments: str) -> str:
 
 def wrong() -> list[tuple[str, str]]:
     found = json.loads(pipeline("doctor", "--json"))
-    return [(each["message"], each["next_step"]) for each in found if each["level"] == "wrong"]
+    return [(each["message"], each["next_step"]) for each in found]
 
 
 def clone(hub: RunningHub, folder: Path) -> Path:
@@ -130,10 +130,7 @@ def test_the_engine_is_named_with_the_reason(
     hub: RunningHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_settings, "_DEVICES", tmp_path)
-    for command in ("status", "doctor"):
-        assert "engine torch, because no NVIDIA GPU is visible" in " ".join(
-            pipeline(command).replace("engine:", "engine").split()
-        )
+    assert "engine torch, because no NVIDIA GPU is visible" in pipeline("status")
     monkeypatch.setenv("PIPELINE_SERVING__ENGINE", "vllm")
     assert "engine vllm, because the settings say so" in pipeline("status")
 
