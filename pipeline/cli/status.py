@@ -4,14 +4,10 @@ and running jobs. `pipeline doctor`: prints what is wrong with a stack, and what
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from pipeline.cli.terminal import JsonOption, project_home, table_lines
 from pipeline.doctor.checks import (
@@ -26,10 +22,7 @@ from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.stack.record import running_settings
 
-WATCH_SECONDS = 1.0
 NOTICED = (check_services, check_webhooks, check_queue, check_push_to)
-AGES = frozenset({"uptime_seconds", "queue_age_seconds", "age_seconds"})
-"""What in the report is another number each time, though nothing has happened."""
 
 app = typer.Typer()
 
@@ -53,46 +46,12 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def status(
-    as_json: JsonOption = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Go on until Ctrl+C. In a pipe, print each change.")
-    ] = False,
-) -> None:
+def status(as_json: JsonOption = False) -> None:
     """Show the services, the served release and its dataset commit, and the waiting and running
     jobs."""
     home = project_home()
-    if watch:
-        with suppress(KeyboardInterrupt):
-            _watch(home, as_json)
-    else:
-        print(_text(status_report(home, running_settings(home)), as_json))
-
-
-def _watch(home: Home, as_json: bool) -> None:
-    console, last = Console(), ""
-    can_redraw = console.is_terminal and not console.is_dumb_terminal
-    with Live(console=console, auto_refresh=False, transient=not can_redraw) as live:
-        while True:
-            report = status_report(home, running_settings(home))
-            if can_redraw:
-                live.update(Text(_text(report, as_json)), refresh=True)
-            elif (now := _text(_without_ages(report), as_json)) != last:
-                print(_text(report, as_json), flush=True)
-                last = now
-            time.sleep(WATCH_SECONDS)
-
-
-def _without_ages(report: dict[str, Any]) -> dict[str, Any]:
-    def settled(each: dict[str, Any]) -> dict[str, Any]:
-        return each | dict.fromkeys(AGES & each.keys(), 0)
-
-    found: dict[str, Any] = json.loads(json.dumps(report), object_hook=settled)
-    return found
-
-
-def _text(report: dict[str, Any], as_json: bool) -> str:
-    return json.dumps(report) if as_json else "\n".join(_lines(report))
+    report = status_report(home, running_settings(home))
+    print(json.dumps(report) if as_json else "\n".join(_lines(report)))
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:

@@ -2,15 +2,11 @@
 
 import json
 import os
-import pty
 import re
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -323,43 +319,3 @@ def test_the_servers_that_follow_a_pipeline_are_listed(hub: RunningHub) -> None:
         r"follower +elsewhere:8000 serves r000007-1f3ac9d2, as it said \d+ s ago; the disk is full",
         pipeline("status"),
     )
-
-
-def test_watched_it_is_printed_once_per_change_and_redrawn_on_a_terminal(
-    hub: RunningHub, tmp_path: Path
-) -> None:
-    watch = [sys.executable, "-m", "pipeline", "status", "--watch"]
-    # Tests that run in the background of a script ignore Ctrl+C, and so would their children.
-    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
-    report = {"name": "elsewhere:8000", "release": "r000007-1f3ac9d2"}
-    hub.api.create_repo("local/facts")
-    worktree, (primary, terminal) = clone(hub, tmp_path), pty.openpty()
-    with (
-        open(primary, "rb", buffering=0) as screen,
-        subprocess.Popen(watch, env=env, stdout=terminal, preexec_fn=heeds) as shown,
-        subprocess.Popen(watch, env=env, stdout=subprocess.PIPE, preexec_fn=heeds) as piped,
-    ):
-        os.close(terminal)
-        assert piped.stdout is not None
-        _read_until(piped.stdout, b"newest commit is unknown")
-        hub.request("POST", "/api/models/local/facts/followers", json=report)
-        printed = _read_until(piped.stdout, b"elsewhere:8000 serves")
-        redrawn = _read_until(screen, b"as it said 2 s ago")  # which is no change
-        head = push(hub, worktree).encode()[:12]
-        printed += _read_until(piped.stdout, head)
-        for process in (shown, piped):
-            process.send_signal(signal.SIGINT)
-        printed += piped.stdout.read()
-        assert printed.count(b"facts follows") == 2
-        assert b"as it said 1 s ago" in redrawn and b"\x1b[1A" in redrawn
-    assert (shown.returncode, piped.returncode) == (0, 0)
-
-
-def _read_until(stream: IO[bytes], wanted: bytes) -> bytes:
-    """What was read up to the end of the line that has it."""
-    read = b""
-    while wanted not in read or not read.endswith(b"\n"):
-        read += (more := stream.read(1))
-        assert more, read
-    return read
