@@ -93,7 +93,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     tokenizer = _open_tokenizer(folder, settings)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     context_length, vocab_size = _sizes(folder, config)
-    chat_template = load_chat_template(folder, settings)
+    chat_template = _load_chat_template(folder, settings)
     _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
     eos_token = _token_name(settings.get("eos_token"))
     own_eos = None if eos_token is None else tokenizer.token_to_id(eos_token)
@@ -219,7 +219,7 @@ def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, templ
         )
 
 
-def load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:
+def _load_chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:
     """The chat template of the tokenizer in `folder`. None if there is none. Raises ReleaseError.
 
     settings: the content of tokenizer_config.json."""

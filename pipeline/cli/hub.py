@@ -58,7 +58,7 @@ def hub(context: typer.Context) -> None:
             elsewhere=jobs_elsewhere(settings, home, tokens),
             needed_commits=partial(needed_commits, home, store),
             remarks_on=PushRemarks(
-                [each for each in settings.pipelines if settings.is_on_own_hub(each)], home
+                [each for each in settings.pipelines if settings.is_on_own_hub(each)]
             ),
             pipeline_dirs={each.name: home.releases_dir / each.name for each in settings.pipelines},
             console=create_router(Console(home=home, settings=settings)),

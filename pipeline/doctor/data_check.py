@@ -226,7 +226,7 @@ def _git(*arguments: str, folder: Path = Path()) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def tokenizer_folder(pipeline: PipelineSettings, home: Home) -> Path | None:
+def _tokenizer_folder(pipeline: PipelineSettings, home: Home) -> Path | None:
     """The folder of the tokenizer that a job would use: the release from which it starts to train,
     or the base model. None if the base model was not made or fetched yet. Raises ReleaseError."""
     base_model = str(pipeline.base_folder() or pipeline.base_model)
@@ -253,7 +253,7 @@ def _tokenizer(
         return None
     base_model = str(pipeline.base_folder() or pipeline.base_model)
     context: int | None = CONTEXT
-    folder = tokenizer_folder(pipeline, home)
+    folder = _tokenizer_folder(pipeline, home)
     if folder is None and base_model not in PRESETS:
         endpoint, token = _hubs(home, settings).address(pipeline.base_model_endpoint)
         try:

@@ -2,18 +2,16 @@
 changes, for the pages of the console, and the remarks on a push. It opens only text, and only so
 much that the memory of the hub is enough, whatever was pushed."""
 
-import json
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 from jobs.spec import full_ref
-from pipeline.doctor.data_check import tokenizer_folder
 from pipeline.errors import PipelineError
 from pipeline.formats import MAX_HEAD_CHARACTERS, may_be_pointer
 from pipeline.hub.contents import (
@@ -28,16 +26,12 @@ from pipeline.hub.contents import (
 )
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.repositories import RefChange, Repository, new_file_path
-from pipeline.paths import Home
-from pipeline.retrain.base_model import CHAT_TEMPLATE, PRESETS
 from pipeline.retrain.data import grouped
 from pipeline.retrain.dataset import CARD, Dataset, is_needed, read_dataset, sort_files, why_no_data
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.rows import Row, difference
 from pipeline.retrain.settings import DataSettings
-from pipeline.retrain.tokens import render
 from pipeline.settings import PipelineSettings
-from serving.chat_template import ChatTemplate
 from serving.questions import WordIndex
 
 logger = logging.getLogger(__name__)
@@ -49,8 +43,6 @@ CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 """Only rows of files with these suffixes are read. The hub does not open compressed files, such as
 `.jsonl.gz` and `.parquet`: a small compressed file may become so large when it is unpacked that it
 fills the hub's memory."""
-MAX_RENDERED = 200
-"""The chat template is tried with this many conversations."""
 MAX_NAMED = 5
 """The remarks name at most this many faults of rows, this many missing files, and this many files
 that the pipeline does not read."""
@@ -209,8 +201,7 @@ class PushRemarks:
     Hugging Face clients show these remarks, so the person sees a mistake without looking into the
     job's log."""
 
-    def __init__(self, pipelines: Sequence[PipelineSettings], home: Home) -> None:
-        self._home = home
+    def __init__(self, pipelines: Sequence[PipelineSettings]) -> None:
         # Each pipeline with the ref of the branch that it follows.
         self._pipelines = [(one, full_ref(one.ref)) for one in pipelines]
 
@@ -265,7 +256,7 @@ class PushRemarks:
                 continue
             if is_pushed_branch:
                 yield from _ignored_data_files(repository, change, pipelines)
-            yield from _unreadable_rows(repository, change, pipelines, self._home)
+            yield from _unreadable_rows(repository, change, pipelines)
 
 
 def _has_long_card(repository: Repository, change: RefChange) -> bool:
@@ -319,42 +310,12 @@ def _paths_and_card(repository: Repository, commit: str) -> tuple[Sequence[str],
     return [path for path, entry in tree.items() if entry.type == "file"], card
 
 
-def _refused(rows: Iterable[Row], pipeline: PipelineSettings, home: Home) -> Iterator[DataError]:
-    """The first conversations, if the chat template refuses them. Empty if the template is not on
-    this disk."""
-    talks = list(islice((row for row in rows if row.messages is not None), MAX_RENDERED))
-    template = _template(pipeline, home) if talks else None
-    if template is None:
-        return
-    for row in talks:
-        try:
-            render(row, template)
-        except DataError as error:
-            yield error
-
-
-def _template(pipeline: PipelineSettings, home: Home) -> ChatTemplate | None:
-    """The chat template with which a job would begin."""
-    folder = tokenizer_folder(pipeline, home)
-    if folder is None:
-        is_preset = pipeline.base_model in PRESETS
-        return ChatTemplate(CHAT_TEMPLATE, {}) if is_preset else None
-    try:
-        from serving.tokenizer import load_chat_template
-    except ImportError:
-        return None  # nothing is served from this installation
-    return load_chat_template(folder, json.loads((folder / "tokenizer_config.json").read_bytes()))
-
-
 def _unreadable_rows(
-    repository: Repository,
-    change: RefChange,
-    pipelines: Sequence[PipelineSettings],
-    home: Home,
+    repository: Repository, change: RefChange, pipelines: Sequence[PipelineSettings]
 ) -> Iterator[str]:
     """Remarks on the changed files: large files whose content is missing, and rows that a job of
-    one of the pipelines could not read, or could not show to its model. If the files have more than
-    MAX_BYTES in total, the only remark is that nothing was checked."""
+    one of the pipelines could not read. If the files have more than MAX_BYTES in total, the only
+    remark is that nothing was checked."""
     assert change.new_sha is not None
     changed = changed_files(repository, change.old_sha, change.new_sha)
     files = [each for each in changed if not each.is_link and is_needed(each.path)]
@@ -380,10 +341,9 @@ def _unreadable_rows(
     for pipeline in pipelines:
         only = frozenset(each.path for each in read)
         with opened(repository, change.new_sha, pipeline.data, only) as (_, rows):
-            bad = [*rows.bad, *_refused(rows.dataset.train, pipeline, home)]
-        problems = grouped(bad)
+            problems = grouped(rows.bad)
         yield from problems[:MAX_NAMED]
         if len(problems) > MAX_NAMED:
             yield "More is wrong with other rows: see `pipeline data check`."
-        if bad or missing or links:
+        if problems or missing or links:
             yield f"The job of {pipeline.name} will fail until this is corrected."

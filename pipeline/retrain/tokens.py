@@ -220,7 +220,7 @@ def encode(
 
     def rendered(row: Row) -> list[_Marked] | DataError:
         try:
-            return render(row, template)
+            return _render(row, template)
         except DataError as error:
             return error
 
@@ -250,7 +250,7 @@ def _ended(
     return found
 
 
-def render(row: Row, template: ChatTemplate) -> list[_Marked]:
+def _render(row: Row, template: ChatTemplate) -> list[_Marked]:
     """The texts of the conversation, with the answers to learn. Raises DataError, as `encode`."""
     try:
         conversation = normalise(row.taught, row.tools)

@@ -1,14 +1,12 @@
 """What a person who pushed is told at once: by git, and by the client of the Hub."""
 
 import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.doctor.revision import MAX_BYTES, PushRemarks
-from pipeline.paths import Home
 from pipeline.retrain.settings import ColumnSettings, DataSettings
 from pipeline.settings import PipelineSettings
 from tests.hub_fixtures import RunningHub, running_hub
@@ -30,7 +28,7 @@ FOLLOWED = [
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     folder = tmp_path_factory.mktemp("hub")
-    with running_hub(folder, remarks_on=PushRemarks(FOLLOWED, Home(folder))) as hub:
+    with running_hub(folder, remarks_on=PushRemarks(FOLLOWED)) as hub:
         yield hub
 
 
@@ -132,17 +130,6 @@ def test_the_client_of_the_hub_is_told_too(
         )
         assert f"{name}, line 1" in caplog.text
     assert "one JSON object. The job of facts will fail until this is corrected." in caplog.text
-
-
-def test_conversations_that_the_template_refuses_are_told_before_a_first_release(
-    hub: RunningHub, clone: Path
-) -> None:
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    row = json.dumps({"messages": talk, "tools": [{"name": "lookup"}]}) + "\n"
-    told, last = push(hub, clone, {"talks.jsonl": json.dumps({"messages": talk}) + "\n" + row * 9})
-    assert "9 rows: talks.jsonl, line 2, talks.jsonl, line 3, " in told
-    assert "the chat template of the base model leaves out 'lookup'" in told
-    assert last == "The job of facts will fail until this is corrected."
 
 
 def test_characters_for_a_terminal_are_not_passed_on(hub: RunningHub, clone: Path) -> None:
