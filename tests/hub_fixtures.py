@@ -23,20 +23,19 @@ import httpx
 from cryptography.fernet import Fernet
 from fastapi import APIRouter
 from huggingface_hub import HfApi
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, insert, select
 from starlette.types import ASGIApp
 
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
-from pipeline.hub.database import open_database
+from pipeline.hub.database import open_database, read_only
 from pipeline.hub.database import repositories as table
 from pipeline.hub.repositories import (
     Repositories,
     Repository,
     RepositoryName,
-    repository_name,
 )
-from pipeline.hub.service import Elsewhere, Remarks, folder_of, only_hub_in
+from pipeline.hub.service import Elsewhere, Remarks, only_hub_in
 from pipeline.hub.settings import HubSettings
 from serving.http.server import Limits, Server
 from tests.jobs_fixtures import until as wait_until
@@ -90,9 +89,10 @@ class RunningHub:
 
 
 def repository_folder(root: Path, id: str, type: str = "dataset") -> Path:
-    found = folder_of(root, repository_name(type, *id.split("/")))
-    assert found is not None
-    return found
+    owner, _, name = id.partition("/")
+    named = select(table.c.id).filter_by(type=type, owner=owner, name=name)
+    with read_only(root) as connection:
+        return root / "repos" / f"{connection.execute(named).scalar_one()}.git"
 
 
 def add_row(connection: Connection, root: Path, name: RepositoryName) -> Repository:

@@ -11,7 +11,7 @@ import typer
 from pipeline.cli.terminal import PipelineOption
 from pipeline.doctor.data_check import check_data, pipeline_of
 from pipeline.paths import Home
-from pipeline.settings import load_settings
+from pipeline.stack.record import running_settings
 
 app = typer.Typer(
     help="Check the rows of a dataset before a push, or make some.", no_args_is_help=True
@@ -31,9 +31,10 @@ def check(
     Without FOLDER: in a clone of the dataset, check the files of this clone; elsewhere, check the
     newest commit of the pipeline's branch.
     """
-    settings = load_settings()
+    home = Home.find()
+    settings = running_settings(home)
     chosen = pipeline_of(pipeline, folder, settings)
-    lines, is_bad = check_data(folder, Home.find(), settings, chosen)
+    lines, is_bad = check_data(folder, home, settings, chosen)
     print("\n".join(lines))
     if is_bad:
         raise typer.Exit(1)

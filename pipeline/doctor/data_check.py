@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.spec import full_ref, is_git_url
+from jobs.spec import full_ref
 from pipeline.errors import PipelineError
 from pipeline.formats import Pointer, may_be_pointer
-from pipeline.hub.repositories import repository_name
-from pipeline.hub.service import folder_of
 from pipeline.paths import Home
 from pipeline.retrain.base_model import (
     CONTEXT,
@@ -24,11 +22,11 @@ from pipeline.retrain.base_model import (
 )
 from pipeline.retrain.data import divide, report_on, too_long
 from pipeline.retrain.dataset import check_not_empty, read_dataset, shown, why_no_data
-from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError
+from pipeline.retrain.errors import BaseModelAway, BaseModelError, DataError, HubAway
 from pipeline.retrain.job import find_parent
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings
-from pipeline.retrain.sources import GitDataset, Hubs, Source
+from pipeline.retrain.sources import Hubs
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.tokens import load_tokens
 
@@ -143,8 +141,15 @@ def _files(
             "no pipeline is configured here; name a folder: pipeline data check FOLDER"
         )
     with tempfile.TemporaryDirectory() as temporary:
-        source = _source(home, settings, pipeline, Path(temporary))
-        revision = source.download(source.head(full_ref(pipeline.ref)))
+        endpoint = settings.other_hub(pipeline) or "hub"
+        source = _hubs(home, settings).dataset(pipeline.dataset, endpoint, Path(temporary))
+        try:
+            revision = source.download(source.head(full_ref(pipeline.ref)))
+        except HubAway as error:
+            if not settings.is_on_own_hub(pipeline):
+                raise
+            step = "start the stack (pipeline up), or name a folder to check"
+            raise PipelineError(f"{error}; {step}") from error
         yield revision.folder, revision.files, ()
 
 
@@ -152,29 +157,8 @@ def _is_pointer(path: Path) -> bool:
     return may_be_pointer(path.stat().st_size) and Pointer.parse(path.read_bytes()) is not None
 
 
-def _source(home: Home, settings: Settings, pipeline: PipelineSettings, cache_dir: Path) -> Source:
-    if (other_hub := settings.other_hub(pipeline)) is None:
-        return GitDataset(_address(home, settings, pipeline), cache_dir)
-    return _hubs(home, settings).dataset(pipeline.dataset, other_hub, cache_dir)
-
-
 def _hubs(home: Home, settings: Settings) -> Hubs:
     return Hubs.of_shell(settings.hub_url, load_tokens(home.tokens_file).hub)
-
-
-def _address(home: Home, settings: Settings, pipeline: PipelineSettings) -> str:
-    """The address from which git fetches the dataset. For a dataset on the stack's own hub, this is
-    the path of the hub's repository on disk."""
-    if is_git_url(pipeline.dataset):
-        return pipeline.dataset
-    name = repository_name("dataset", *pipeline.dataset.split("/"))
-    repository = folder_of(home.hub_dir, name, settings.hub.database)
-    if repository is None:
-        raise PipelineError(
-            f"there is no dataset {pipeline.dataset} in {home.hub_dir}; name a folder to check, or "
-            "start the stack once: pipeline up"
-        )
-    return str(repository)
 
 
 def _clone_of(dataset: str, folder: Path) -> Path | None:

@@ -38,7 +38,7 @@ from jobs.job import COMMITTER_DOMAIN, PREFIX, Job, job_of_token
 from jobs.outcome import JobOutcome
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
-from pipeline.hub.database import REPOS, Database, read_only, repositories, tokens
+from pipeline.hub.database import Database, tokens
 from pipeline.hub.deliveries import HubMetrics
 from pipeline.hub.errors import Forbidden, HubError, RepositoryNotFound, Unauthorized
 from pipeline.hub.events import EventLog
@@ -101,15 +101,6 @@ def only_hub_in(root: Path) -> Iterator[None]:
         ) from None
     with held:
         yield
-
-
-def folder_of(root: Path, name: RepositoryName, url: str | None = None) -> Path | None:
-    """The folder of a repository of a hub, which may run in another process. None if the hub does
-    not have the repository. Raises StoreError."""
-    named = {"type": name.type, "owner": name.owner, "name": name.name}
-    with read_only(root, url) as connection:
-        id = connection.scalar(select(repositories.c.id).filter_by(**named))
-    return None if id is None else root / REPOS / f"{id}.git"
 
 
 @dataclass(frozen=True, kw_only=True)

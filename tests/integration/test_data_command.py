@@ -8,8 +8,10 @@ from typer.testing import CliRunner
 
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
-from pipeline.hub.repositories import repository_name
-from tests.hub_fixtures import TOKEN, git_env, run_git, stopped_hub
+from pipeline.paths import Home
+from pipeline.tokens import load_tokens
+from tests.hub_fixtures import TOKEN, git_env, run_git, running_hub
+from tests.ports import free_ports
 
 FILES = {
     "faq.jsonl": (
@@ -219,20 +221,23 @@ def test_tokens_are_counted_with_the_tokenizer_of_the_base_model(clone: Path) ->
 def test_the_url_of_the_stacks_own_hub_is_that_hub(
     clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing listens there, and nothing need: the repository is read on this disk."""
-    monkeypatch.setenv("PIPELINE_HUB__PORT", "9")
+    [port] = free_ports(1)
+    monkeypatch.setenv("PIPELINE_HUB__PORT", str(port))
     settings = clone.parent / "project" / "pipeline.toml"
     address = (clone.parent / "faq.git").as_uri()
-    own = 'local/faq"\ndataset_endpoint = "http://127.0.0.1:9'
+    own = f'local/faq"\ndataset_endpoint = "http://127.0.0.1:{port}'
     settings.write_text(settings.read_text().replace(address, own))
     refused = CliRunner().invoke(app, ["data", "check"])
-    assert "there is no dataset local/faq in" in str(refused.exception)
-    with stopped_hub(settings.parent / ".pipeline" / "hub") as repositories:
-        name = repository_name("dataset", "local", "faq")
-        with repositories.prepared(name) as prepared, repositories.database.write() as connection:
-            faq = repositories.add(connection, prepared)
-    git(faq.folder, "fetch", address, "main:main")
-    assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED
+    assert isinstance(refused.exception, PipelineError)
+    assert f"could not be fetched from http://127.0.0.1:{port}: " in str(refused.exception)
+    step = "; start the stack (pipeline up), or name a folder to check"
+    assert str(refused.exception).endswith(step)
+    home = Home(settings.parent / ".pipeline")
+    token = load_tokens(home.tokens_file).hub
+    with running_hub(home.hub_dir, token=token, port=port) as hub:
+        hub.api.create_repo("local/faq", repo_type="dataset")
+        hub.git("push", "--force", f"{hub.url}/datasets/local/faq", "HEAD:main", cwd=clone)
+        assert CliRunner().invoke(app, ["data", "check"]).output == EXPECTED
 
 
 @pytest.mark.parametrize("in_git", [True, False])
