@@ -206,6 +206,7 @@ def running_hub(
     elsewhere: Elsewhere | None = None,
     token: str = TOKEN,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    datasets: Collection[str] = (),
     pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
     console: APIRouter | None = None,
     port: int = 0,
@@ -230,6 +231,7 @@ def running_hub(
             needed_commits=needed_commits,
             remarks_on=remarks_on,
             elsewhere=elsewhere,
+            datasets=datasets,
             pipeline_dirs=pipeline_dirs,
             console=console,
         )

@@ -60,6 +60,7 @@ def hub(context: typer.Context) -> None:
             remarks_on=PushRemarks(
                 [each for each in settings.pipelines if settings.is_on_own_hub(each)]
             ),
+            datasets=settings.datasets_on_hub,
             pipeline_dirs={each.name: home.releases_dir / each.name for each in settings.pipelines},
             console=create_router(Console(home=home, settings=settings)),
         )

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,8 +25,8 @@ from jobs.store import JobStore
 from pipeline.hub import http_json
 from pipeline.hub.database import check_database, open_database
 from pipeline.hub.deliveries import Deliverer, HubMetrics
-from pipeline.hub.errors import HubError, NotFound, NotSupported
-from pipeline.hub.events import EventLog, owner_id, reconcile, reconcile_at_start
+from pipeline.hub.errors import HubError, NotFound, NotSupported, RepositoryNotFound
+from pipeline.hub.events import EventLog, create_repository, owner_id, reconcile, reconcile_at_start
 from pipeline.hub.http_json import Json
 from pipeline.hub.releases import Releases, sync_releases
 from pipeline.hub.repositories import Repositories
@@ -79,6 +79,7 @@ def create_app(
     needed_commits: NeededCommits,
     remarks_on: Remarks = lambda *_: (),
     elsewhere: Elsewhere | None = None,
+    datasets: Iterable[str] = (),
     pipeline_dirs: Mapping[str, Path] = MappingProxyType({}),
     console: APIRouter | None = None,
 ) -> ASGIApp:
@@ -92,19 +93,22 @@ def create_app(
 
     `needed_commits` returns the commits that releases and jobs need. A garbage collection removes
     the commits that are on no branch any more, and that neither `needed_commits` nor a stored event
-    names. `remarks_on` makes the lines that git shows the pusher after a push. `pipeline_dirs` are
-    the folders of the pipelines' releases, by the pipeline's name; each release is a revision of
-    the model repository of this name. `console` has the pages for a person.
+    names. `remarks_on` makes the lines that git shows the pusher after a push. `datasets` are
+    created if they do not exist, without a first commit, so that a first `git push` needs no pull.
+    `pipeline_dirs` are the folders of the pipelines' releases, by the pipeline's name; each release
+    is a revision of the model repository of this name. `console` has the pages for a person.
 
-    Raises HubError if another hub uses the folder, or if its repositories are not there, and
-    StoreError if the database cannot be used, or if another version wrote it. The app's lifespan
-    opens both when the server starts, and raises the same errors.
+    Raises BadRequest if no dataset may have such a name, HubError if another hub uses the folder,
+    or if its repositories are not there, and StoreError if the database cannot be used, or if
+    another version wrote it. The app's lifespan opens both when the server starts, and raises the
+    same errors.
     """
     if not token:
         raise HubError(
             "The hub's own token is empty, and with an empty token anybody could push: give the "
             "hub a token."
         )
+    followed = [repositories.new_name("dataset", *each.split("/")) for each in datasets]
     # The lifespan makes the same checks. They are also made here, because the server shows an
     # error of the lifespan as a traceback. An error that is raised here is shown as one line.
     with only_hub_in(root):
@@ -121,6 +125,11 @@ def create_app(
             log = EventLog(database=database, hub_url=settings.url)
             repositories = Repositories(root.absolute(), database)
             await reconcile_at_start(repositories, log)
+            for name in followed:
+                try:
+                    repositories.find(name)
+                except RepositoryNotFound:
+                    create_repository(repositories, log, name, author=None)
             releases = Releases(
                 repositories=repositories,
                 log=log,

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from receiver.webhooks import (
     create_webhook,
     delete_webhook,
     enable_webhook,
-    hub_errors,
     list_webhooks,
     update_webhook,
 )
@@ -112,16 +110,13 @@ class FollowedHub:
 
 
 def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
-    """Create each followed dataset on the stack's own hub and the webhook, if they do not exist
-    yet. If the webhook exists, correct it. If no pipeline follows a dataset on this hub, delete the
-    webhook.
+    """Create the webhook on the stack's own hub. If it exists, correct it. If no pipeline follows a
+    dataset on this hub, delete it.
 
     After a correction, the hub sends the events that waited because of a wrong address or secret. A
     webhook that a person disabled stays disabled.
     """
     hub = own_hub(settings, home, tokens)
-    for dataset in hub.datasets:
-        _create(dataset, settings, tokens)
     ours = hub.ours(hub.webhooks())
     if not hub.datasets:
         if ours is not None:
@@ -130,23 +125,6 @@ def subscribe(settings: Settings, home: Home, tokens: Tokens) -> None:
     write_by_rename(home.own_webhook_file, hub.subscribe(tokens.webhook), durable=True)
     if ours is not None and ours.status != "disabled":
         enable_webhook(ours.id, endpoint=hub.url, token=hub.token)
-
-
-def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:
-    """Create the dataset without a first commit, so that a first `git push` needs no pull. If the
-    dataset exists, nothing changes."""
-    from huggingface_hub import get_session
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
-
-    owner, _, name = dataset.partition("/")
-    with hub_errors(settings.hub_url, f"the creation of the dataset {dataset}"):
-        answer = get_session().post(
-            f"{settings.hub_url}/api/repos/create",
-            headers=build_hf_headers(token=tokens.hub),
-            json={"type": "dataset", "organization": owner, "name": name, "empty": True},
-        )
-        if answer.status_code != HTTPStatus.CONFLICT:
-            hf_raise_for_status(answer)
 
 
 def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:

@@ -103,7 +103,6 @@ def signed_in(link: str) -> Iterator[Any]:
 def test_a_person_sees_a_push_arrive_and_starts_a_job(hub: Workplace, page: Any) -> None:
     page.get_by_text("git clone").wait_for()
     api = HfApi(endpoint=hub.url("hub"), token=read_tokens(hub.home / "tokens.json").hub)
-    api.create_repo("local/facts", repo_type="dataset")
     api.upload_file(
         path_or_fileobj=b'{"prompt": "a", "completion": "b"}\n',
         path_in_repo="rows.jsonl",

@@ -47,6 +47,7 @@ def test_the_stacks_own_webhook_gets_the_new_secret_and_sends_what_waited(
     with recording_receiver() as receiver:
         tokens = new_tokens(home)
         with running_hub(home.hub_dir, secret_key=tokens.key.encode(), **schedule) as hub:
+            hub.create_dataset("local/facts")
             subscribe(told(hub, receiver.url, monkeypatch), home, tokens)
             [webhook] = hub.api.list_webhooks()
         tokens = new_tokens(home)

@@ -96,6 +96,7 @@ def training_on(commit: str) -> JobSpec:
 
 
 def test_what_keeps_pushes_from_starting_jobs_is_told_with_what_is_down(hub: RunningHub) -> None:
+    hub.create_dataset("local/facts")
     home, settings = Home.find(), load_settings()
     record = read_stack(home)
     assert record is not None

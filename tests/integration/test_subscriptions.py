@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from pipeline.hub.errors import BadRequest
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack.subscriptions import ROUTE, subscribe
 from pipeline.tokens import Tokens, load_tokens
 from receiver.settings import ReceiverSettings
-from tests.hub_fixtures import TOKEN, RunningHub, running_hub
+from tests.hub_fixtures import TOKEN, RunningHub, push_file, running_hub
 
 FOLLOWING = (PipelineSettings(name="facts", dataset="local/facts"),)
 
@@ -62,3 +63,16 @@ def test_a_webhook_that_was_deleted_is_made_again(
     subscribe(settings, home, tokens)
     [again] = hub.api.list_webhooks()
     assert again.id != made.id
+
+
+def test_a_hub_has_the_followed_datasets_from_its_start(tmp_path: Path) -> None:
+    root = tmp_path / "hub"
+    with running_hub(root, datasets=["local/facts"]) as hub:
+        hub.git("clone", "-q", f"{hub.url}/datasets/local/facts", "facts", cwd=tmp_path)
+        head = push_file(hub, tmp_path / "facts", "rows.jsonl", "{}\n")
+    with running_hub(root, datasets=["local/Facts"]) as hub:
+        assert [each.id for each in hub.api.list_datasets()] == ["local/facts"]
+        assert hub.api.dataset_info("local/facts").sha == head
+    no_name = "No repository can be called api/facts: "
+    with pytest.raises(BadRequest, match=no_name), running_hub(root, datasets=["api/facts"]):
+        pass

@@ -70,7 +70,7 @@ def create(
     identity: Writer,
     body: Annotated[NewRepository, json_body(NewRepository)],
 ) -> Json:
-    name = _new_name(hub, body.type, body.organization, body.name)
+    name = new_name(body.type, body.organization or hub.settings.owner, body.name)
     author = None if body.empty else identity.signature
     repository = create_repository(hub.repositories, hub.log, name, author)
     return {"url": f"{hub_url(request)}/{name.path}", "name": name.id, "id": repository.id}
@@ -96,7 +96,7 @@ async def move(
 ) -> JSONResponse:
     source = hub.name_of(body.type, body.fromRepo)
     new_owner, _, new = body.toRepo.rpartition("/")
-    target = _new_name(hub, body.type, new_owner, new)
+    target = new_name(body.type, new_owner or hub.settings.owner, new)
     async with hub.locked(source) as repository:
         told = await run_in_threadpool(_move, hub, repository, target)
     headers = client_warning(f"moved {repository.name.id}", told)
@@ -123,9 +123,8 @@ def _move(hub: Hub, repository: Repository, new: RepositoryName) -> list[str]:
     ]
 
 
-def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> RepositoryName:
+def new_name(type: RepositoryType, owner: str, name: str) -> RepositoryName:
     """The name of a new repository. Raises BadRequest if no repository may have it."""
-    owner = owner or hub.settings.owner
     if owner.lower() in RESERVED_OWNERS or name in _RESERVED_NAMES:
         raise BadRequest(
             f"No repository can be called {owner}/{name}: URLs of this hub with this word mean "
