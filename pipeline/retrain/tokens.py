@@ -22,7 +22,6 @@ from serving.chat_template import (
     ChatTemplateError,
     Conversation,
     ConversationError,
-    in_time,
     normalise,
 )
 from serving.errors import ReleaseError
@@ -224,7 +223,7 @@ def encode(
         except DataError as error:
             return error
 
-    marked = in_time(lambda: list(map(rendered, rows)), len(rows))
+    marked = list(map(rendered, rows))
     all_marked = [each for found in marked if isinstance(found, list) for each in found]
     encoded = iter(_tokenized(all_marked, tokenizer))
     return [
