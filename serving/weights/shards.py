@@ -18,14 +18,6 @@ from serving.errors import ReleaseError, first_line
 from serving.weights.atomic_file import fsync
 from serving.weights.release import FileEntry, Release, TensorEntry, digest_shard
 
-DTYPES = {
-    torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.uint16, torch.int16, torch.float16, torch.bfloat16,
-    torch.uint32, torch.int32, torch.float32,
-    torch.uint64, torch.int64, torch.float64,
-}  # fmt: skip
-"""What a shard can store."""
-
 _FINITE_CHECK_ELEMENTS = 1 << 22
 """How many elements of a tensor `is_finite` checks in one operation."""
 
@@ -62,12 +54,6 @@ def write_shards(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    for name, tensor in tensors.items():
-        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-            raise ReleaseError(
-                f"tensor {name}: {tensor.dtype}, {tensor.layout}, on {tensor.device} "
-                "cannot be stored"
-            )
     tied = find_tied(tensors)
     stored = {name: tensor for name, tensor in tensors.items() if name not in tied}
     split = split_state_dict_into_shards_factory(
@@ -191,17 +177,22 @@ def yield_to_other_threads() -> None:
 
 
 def _write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises OSError."""
+    """Raises ReleaseError and OSError."""
     plain: dict[str, torch.Tensor] = {}
     places: set[int] = set()
-    for name, tensor in tensors.items():
-        whole = tensor.detach().cpu().contiguous()
-        place = whole.untyped_storage().data_ptr()
-        # The library refuses tensors that share memory, such as two views of a larger tensor.
-        plain[name] = whole.clone() if place in places else whole
-        places.add(place)
     try:
+        for name, tensor in tensors.items():
+            whole = tensor.detach().cpu().contiguous()
+            place = whole.untyped_storage().data_ptr()
+            # The library refuses tensors that share memory, such as two views of a larger tensor.
+            plain[name] = whole.clone() if place in places else whole
+            places.add(place)
         save_file(plain, path, metadata={"format": "pt"})
+    # The library raises KeyError for a dtype that no shard can store, such as complex128. Torch
+    # raises NotImplementedError for a tensor without data, on the device `meta`.
+    except (KeyError, NotImplementedError) as error:
+        reason = f"a tensor cannot be stored: {first_line(error)}"
+        raise ReleaseError(f"{path.name}: {reason}") from None
     except SafetensorError as error:
         # The library tells the number of the system's error only in this text.
         number = re.search(r"os error (\d+)", str(error))

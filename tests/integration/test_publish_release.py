@@ -65,6 +65,24 @@ def test_a_save_pretrained_folder_is_published(tmp_path: Path, tied: bool) -> No
         assert torch.equal(loaded.state_dict()[name], tensor)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.zeros(2, dtype=torch.complex128), "complex128"),
+        (torch.zeros(2, device="meta"), "no data"),
+    ],
+)
+def test_a_tensor_that_no_shard_can_store_is_refused(
+    tmp_path: Path, tensor: torch.Tensor, reason: str
+) -> None:
+    model, pipeline_dir = tiny_llama(), tmp_path / "answers"
+    state = {**model.state_dict(), "strange": tensor}
+    files = save_config(model, tmp_path / "files")
+    with pytest.raises(ReleaseError, match=rf"model.safetensors: .* cannot be stored: .*{reason}"):
+        publish_state_dict(pipeline_dir, state, files_dir=files)
+    assert list(pipeline_dir.glob("r*")) == []
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 16)
 
