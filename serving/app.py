@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from prometheus_client import generate_latest
@@ -184,7 +184,7 @@ def create_app(
         headers = RETRY_AFTER if result.result == "deferred" else None
         return JSONResponse(result.model_dump(mode="json"), SWAP_STATUS[result.result], headers)
 
-    _add_state(app, engine, admission, metrics, pipeline)
+    _add_state(app, engine, admission, metrics)
     app.include_router(keyed)
     app.include_router(admin)
     if follower is not None:
@@ -202,9 +202,7 @@ def create_app(
     return app
 
 
-def _add_state(
-    app: FastAPI, engine: Engine, admission: Admission, metrics: Metrics, pipeline: str
-) -> None:
+def _add_state(app: FastAPI, engine: Engine, admission: Admission, metrics: Metrics) -> None:
     """The routes that tell how the server is. They need no key."""
 
     @app.get("/live")
@@ -234,16 +232,6 @@ def _add_state(
         if live.stands_in_for is not None:
             body |= {"stands_in_for": live.stands_in_for.id, "reason": str(live.stands_in_for)}
         return JSONResponse(body)
-
-    @app.get("/", response_class=PlainTextResponse, include_in_schema=False)
-    async def introduce() -> str:
-        """For a person who opens the address in a browser."""
-        serves = admission.live.id if admission.live else "no release yet"
-        return (
-            f"This is the completion server of {pipeline}. It serves {serves}.\n"
-            "Its API: /docs. Its state: /health and /metrics. The pages of its stack: the command "
-            "`pipeline open` opens them.\n"
-        )
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
