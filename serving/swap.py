@@ -69,7 +69,6 @@ class _Swap:
     """The release that is live when the swap begins."""
     phase: SwapPhase = "preflight"
     seconds: dict[str, float] = field(default_factory=dict)
-    max_difference: float | None = None
 
     @contextmanager
     def timed(self, phase: SwapPhase) -> Iterator[None]:
@@ -222,7 +221,6 @@ class Swapper:
             previous=None if swap.previous is None else swap.previous.id,
             phase=swap.phase,
             seconds=swap.seconds,
-            probe_max_difference=swap.max_difference,
             **outcome,
         )
         if result.result == "live" or swap.is_recorded:  # otherwise `start` raises an error
@@ -369,7 +367,7 @@ class Swapper:
         with swap.timed("probe"):
             bound = probe.bounds[self.engine.dtype_of(candidate.release)]
             measured = measure_probe(self.engine, candidate.id, probe, bound)
-            swap.max_difference, reasons = await bounded(measured, limit, "probe took more than")
+            reasons = await bounded(measured, limit, "probe took more than")
         if reasons:
             raise SwapStopped("refused", *reasons)
 
@@ -452,12 +450,10 @@ def checked_release(folder: Path, engine: Engine, pipeline_dir: Path, pipeline: 
     return release
 
 
-async def measure_probe(
-    engine: Engine, release_id: str, probe: Probe, bound: float
-) -> tuple[float, list[str]]:
+async def measure_probe(engine: Engine, release_id: str, probe: Probe, bound: float) -> list[str]:
     """Compute the logprob of each token in each text of `probe`, given the tokens before it, and
-    compare it with the logprob of the job. Returns the largest absolute difference (infinite if a
-    logprob is not finite or is missing), and a reason for each text with one above `bound`.
+    compare it with the logprob of the job. Returns a reason for each text with a difference above
+    `bound`. If a logprob is not finite or is missing, the difference is infinite.
 
     Only this shows that the engine computes with all weights of the release. If the engine only
     reports success, this is no proof. Raises EngineError.
@@ -471,7 +467,7 @@ async def measure_probe(
         for task in scoring:
             task.cancel()
         await asyncio.gather(*scoring, return_exceptions=True)
-    largest, reasons = 0.0, []
+    reasons = []
     for number, (text, found) in enumerate(zip(probe.texts, scored, strict=True), start=1):
         pairs = list(zip_longest(text.logprobs, found, fillvalue=math.nan))
         differences = [
@@ -479,7 +475,6 @@ async def measure_probe(
             for there, here in pairs
         ]
         worst = max(differences, default=0.0)
-        largest = max(largest, worst)
         if worst > bound:
             place = differences.index(worst)
             there, here = pairs[place]
@@ -488,7 +483,7 @@ async def measure_probe(
                 f"probe text {number}, token {place + 2}: logprob {here:.5f} instead of "
                 f"{there:.5f}; they may differ by at most {bound:g}"
             )
-    return largest, reasons
+    return reasons
 
 
 async def _score(engine: Engine, release_id: str, token_ids: tuple[int, ...]) -> list[float]:

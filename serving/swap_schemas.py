@@ -53,9 +53,6 @@ class SwapResult(_Record):
     `superseded`."""
     seconds: dict[str, float] = {}
     """Phase → the time that the swap spent in it, in seconds."""
-    probe_max_difference: float | None = None
-    """The largest absolute difference between a logprob of the engine and the logprob of the job in
-    the release's probe; None if no probe was compared."""
 
 
 def request_swap(

@@ -131,7 +131,6 @@ async def test_a_probe_that_does_not_match_is_refused(house: House, how: str) ->
     result = await house.swapper.swap(release.id)
     assert (result.result, result.phase) == ("refused", "probe")
     assert "probe text 1, token" in result.reasons[0]
-    assert result.probe_max_difference is not None and result.probe_max_difference > 1e-4
     house.engine.keeps_old_head = False
     await house.check_old_goes_on()
 
