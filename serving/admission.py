@@ -73,17 +73,14 @@ class Admission:
         self.num_waiting = 0
         """How many requests the barrier holds back."""
         self._in_flight: Counter[str] = Counter()
-        self._open = asyncio.Event()
-        self._open.set()
+        self.open = asyncio.Event()
+        """Set, except while the barrier (`closed`) holds requests back."""
+        self.open.set()
         self._left = asyncio.Event()
         self.unserved: Unserved | None = None
         """The release that should be served, if the server could not serve it at its start. The
         server's answers use this value to say why no release is live. Once a release is live,
         ignore this value."""
-
-    @property
-    def is_closed(self) -> bool:
-        return not self._open.is_set()
 
     @property
     def num_in_flight(self) -> int:
@@ -101,8 +98,8 @@ class Admission:
             raise RequestError(429, f"{count}; send the request again later")
         self.num_waiting += 1
         try:
-            while self.is_closed:
-                await self._open.wait()
+            while not self.open.is_set():
+                await self.open.wait()
         finally:
             self.num_waiting -= 1
         live = self.served()
@@ -131,11 +128,11 @@ class Admission:
     def closed(self) -> Iterator[None]:
         """Holds new requests back until the `with` block ends. Give every `await` in the block a
         time limit, because all new requests wait until the block ends."""
-        self._open.clear()
+        self.open.clear()
         try:
             yield
         finally:
-            self._open.set()
+            self.open.set()
 
     async def drained(self, release_id: str) -> None:
         """Wait until this release answers no request any more."""

@@ -104,8 +104,7 @@ def create_app(
         pipeline=pipeline,
         metrics=metrics,
     )
-    usage = "KV cache in use; 1 means all of it"
-    metrics.watch("kv_cache_usage_perc", usage, lambda: engine.kv_cache_usage)
+    metrics.kv_cache_usage.set_function(lambda: engine.kv_cache_usage)
     api_key = None if settings.api_key is None else settings.api_key.get_secret_value()
 
     @asynccontextmanager

@@ -5,7 +5,6 @@ The metrics of requests have the names and buckets of vLLM 0.32 (`vllm/v1/metric
 """
 
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -77,6 +76,8 @@ class Metrics:
         self._labels = labels = {"model_name": model_name, "engine": "0"}
         self.running = self._vllm(Gauge, "num_requests_running", "Sequences that have a token")
         self.waiting = self._vllm(Gauge, "num_requests_waiting", "Sequences without a token")
+        usage = "KV cache in use; 1 means all of it"
+        self.kv_cache_usage = self._vllm(Gauge, "kv_cache_usage_perc", usage)
         self.counters = {name: self._vllm(Counter, name, text) for name, text in _COUNTERS.items()}
         self.histograms = {
             name: self._vllm(Histogram, name, text, buckets=buckets)
@@ -93,10 +94,6 @@ class Metrics:
             reason: success.labels(**labels, finished_reason=reason)
             for reason in ("stop", "length")
         }
-
-    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Add a metric with this name of vLLM: what `value` returns when the metrics are read."""
-        self._vllm(Gauge, name, text).set_function(value)
 
     def _vllm(self, kind: type[M], name: str, text: str, **options: Any) -> M:
         metric = kind(f"vllm:{name}", text, self._labels, registry=self.registry, **options)

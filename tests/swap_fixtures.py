@@ -68,7 +68,7 @@ class House:
             self.admission.leave(live)
 
     async def check_old_goes_on(self) -> None:
-        assert not self.admission.is_closed
+        assert self.admission.open.is_set()
         self.engine.hang.clear()
         self.engine.fail.clear()
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ __all__ = ["holds_two", "house"]
 async def test_new_requests_wait_for_an_engine_that_must_drain(house: House) -> None:
     running = await house.admission.enter()
     swapping = asyncio.create_task(house.swapper.swap(house.new.id))
-    await until(lambda: house.admission.is_closed)
+    await until(lambda: not house.admission.open.is_set())
     waiting = asyncio.create_task(house.admission.enter())
     await asyncio.sleep(0.01)
     assert not waiting.done()

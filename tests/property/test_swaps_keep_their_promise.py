@@ -76,7 +76,7 @@ def test_the_last_live_swap_answers(
             assert result.result in ("live", "refused", "failed", "deferred")
             if closes and open_requests:
                 admission.leave(open_requests.pop(0))
-            assert not admission.is_closed
+            assert admission.open.is_set()
             assert (admission.live and admission.live.id) == expected
             served = served_release(pipeline_dir)
             assert (served and served.name) == expected
