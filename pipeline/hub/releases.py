@@ -56,7 +56,7 @@ from pipeline.hub.repositories import (
 )
 from serving.errors import ReleaseError
 from serving.weights.publish import adopt_release
-from serving.weights.release import RELEASE_FILE, RELEASE_ID, Release, is_shard_name, parse
+from serving.weights.release import RELEASE_FILE, RELEASE_ID, Release, parse
 from serving.weights.release_store import load_release, read_served, release_ids
 from serving.weights.verify import check_files
 
@@ -104,10 +104,10 @@ def record_release(repository: Repository, *, pipeline: str, folder: Path) -> st
     attributes = NEW_REPOSITORY
     for name, entry in release.files.items():
         read = (folder / name).read_bytes
-        if is_shard_name(name) or entry.size > MAX_GIT_BYTES:
+        if (is_shard := name.endswith(".safetensors")) or entry.size > MAX_GIT_BYTES:
             LargeFiles(repository.folder).link(folder / name, entry.sha256, entry.size)
             read = Pointer(oid=entry.sha256, size=entry.size).render
-            attributes += "" if is_shard_name(name) else tracking_line(name)
+            attributes += "" if is_shard else tracking_line(name)
         changes.append(Change(path=name, read=read))
     changes.append(Change(path=ATTRIBUTES_FILE, read=attributes.encode))
     message = f"Release {release.id} of {pipeline}\n"

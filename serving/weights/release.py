@@ -21,14 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from blake3 import blake3
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from serving.errors import ReleaseError, first_line
 
@@ -40,7 +33,6 @@ INDEX_FILES = (INDEX_FILE, BIN_INDEX_FILE)
 QUESTIONS_FILE = "row_questions.json"
 """The questions of the rows (`serving/questions.py`)."""
 
-_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|bin)")
 _PIECE_BYTES = 1 << 20
 
 RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
@@ -50,6 +42,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Model = TypeVar("Model", bound=BaseModel)
 PlainName = Annotated[str, StringConstraints(pattern=r"^[^./\\][^/\\]*$")]
 """The name of a file in the folder itself: another name could lead out of it."""
+ShardName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*\.(safetensors|bin)$")]
+"""The name of a shard in the folder itself."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -214,7 +208,7 @@ class Release(_Record):
         return {
             name: entry
             for name, entry in self.files.items()
-            if not (is_shard_name(name) or name in others or name.endswith(".md"))
+            if not (name in others or name.endswith((".safetensors", ".md")))
         }
 
 
@@ -228,22 +222,8 @@ class WeightsIndex(BaseModel):
 
     metadata: dict[str, Any] = {}
     """`total_size`: the total size of all tensors in bytes, without the headers of the shards."""
-    weight_map: dict[str, str] = Field(min_length=1)
-    """Tensor name → file name of its shard. The shard is in the same folder as the index."""
-
-    @field_validator("weight_map")
-    @classmethod
-    def _check_shards(cls, weight_map: dict[str, str]) -> dict[str, str]:
-        for shard in sorted(set(weight_map.values())):
-            if not is_shard_name(shard):
-                raise ValueError(f"shard {shard!r} is not a plain *.safetensors or *.bin file name")
-        return weight_map
-
-
-def is_shard_name(name: str) -> bool:
-    """Whether `name` is a plain file name with the suffix of a shard. Open a shard only if its name
-    passes this check, because a path such as `../x.bin` leads out of the folder."""
-    return _SHARD.fullmatch(name) is not None and ".." not in name
+    weight_map: dict[str, ShardName] = Field(min_length=1)
+    """Tensor name → file name of its shard."""
 
 
 def has_bin(files: Iterable[str]) -> bool:

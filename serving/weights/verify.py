@@ -12,7 +12,6 @@ from serving.weights.release import (
     Release,
     digest_file,
     files_digest,
-    is_shard_name,
     read_header,
     read_json,
 )
@@ -113,7 +112,7 @@ def check_files(folder: Path, release: Release) -> list[str]:
     reasons += [
         f"{RELEASE_FILE}: tensor {name}: {entry.file!r} is not one of its files"
         for name, entry in sorted(release.tensors.items())
-        if entry.file not in release.files or not is_shard_name(entry.file)
+        if entry.file not in release.files
     ]
     needed = (network.CONFIG_FILE, INDEX_FILE)
     return [*reasons, *(f"{name}: missing" for name in needed if name not in release.files)]

@@ -175,6 +175,20 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
     assert any("../secret.json" in reason for reason in verify_release(folder))
 
 
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("../model.safetensors", "'../model.safetensors' is not one of its files"),
+        ("config.json", "config.json: truncated or not a safetensors file"),
+    ],
+)
+def test_a_tensor_is_in_a_shard_of_its_release(tmp_path: Path, file: str, reason: str) -> None:
+    folder, release = published(tmp_path)
+    name, entry = next(iter(release.tensors.items()))
+    reseal(folder, tensors={**release.tensors, name: entry.model_copy(update={"file": file})})
+    assert any(reason in each for each in verify_release(folder))
+
+
 def test_too_small_a_disk_is_seen_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
