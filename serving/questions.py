@@ -7,7 +7,6 @@ in the words of this row. The search is the full-text search of SQLite (BM25,
 https://sqlite.org/fts5.html), and needs no model. If it is not sure, the request stays as it is.
 """
 
-import logging
 import math
 import re
 import sqlite3
@@ -15,11 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, RootModel
 
-from serving.weights.release import QUESTIONS_FILE
-
-logger = logging.getLogger(__name__)
+from serving.weights.release import QUESTIONS_FILE, parse
 
 COVERED = 1 / 3
 """The search is sure of a row only if the row has at least this share of what the words of the
@@ -78,7 +75,7 @@ class Question(BaseModel):
     """The place of this row."""
 
 
-_Stored = TypeAdapter(tuple[Question, ...])
+_Stored = RootModel[tuple[Question, ...]]
 
 
 class Questions:
@@ -100,19 +97,16 @@ class Questions:
 
 
 def write_questions(folder: Path, questions: Sequence[Question]) -> None:
-    (folder / QUESTIONS_FILE).write_bytes(_Stored.dump_json(tuple(questions)))
+    (folder / QUESTIONS_FILE).write_text(_Stored(tuple(questions)).model_dump_json(), "utf-8")
 
 
 def read_questions(folder: Path) -> Mapping[Kind, Questions]:
-    """The questions of the release in `folder`. Empty if it has none."""
+    """The questions of the release in `folder`. Empty if it has none. Raises ReleaseError if its
+    file of questions is damaged."""
     try:
-        found = _Stored.validate_json((folder / QUESTIONS_FILE).read_bytes())
+        content = (folder / QUESTIONS_FILE).read_bytes()
     except FileNotFoundError:
         return {}
-    except ValidationError as error:
-        logger.warning(
-            "%s holds no questions, so requests stay as they are: %s", QUESTIONS_FILE, error
-        )
-        return {}
+    found = parse(_Stored, content, QUESTIONS_FILE).root
     kinds: tuple[Kind, ...] = ("messages", "prompt")
     return {kind: Questions([each for each in found if each.kind == kind]) for kind in kinds}

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.retrain.rows import Row
 from pipeline.retrain.wordings import questions_of
+from serving.errors import ReleaseError
 from serving.questions import Question, Questions, read_questions, write_questions
 from serving.weights.release import QUESTIONS_FILE
 
@@ -93,8 +94,18 @@ def test_rows_with_one_answer_are_one_question(tmp_path: Path) -> None:
     assert read["prompt"].meant("pay by card") == found[1]
 
 
-@pytest.mark.parametrize("content", [None, "[{}]", "no JSON"])
-def test_a_release_without_questions_has_none(content: str | None, tmp_path: Path) -> None:
-    if content is not None:
-        (tmp_path / QUESTIONS_FILE).write_text(content)
+def test_a_release_without_questions_has_none(tmp_path: Path) -> None:
     assert read_questions(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[{}]", "row_questions.json: 0.kind: Field required"),
+        ("no JSON", "row_questions.json: .*expected ident"),
+    ],
+)
+def test_damaged_questions_are_an_error(content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / QUESTIONS_FILE).write_text(content)
+    with pytest.raises(ReleaseError, match=reason):
+        read_questions(tmp_path)
