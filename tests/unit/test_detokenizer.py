@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -56,6 +56,7 @@ def pieces(tokenizer: ReleaseTokenizer, token_ids: list[int]) -> list[str]:
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
+@example("\ufffd" * 5 + "é")  # so many tokens wait that the text is passed on inside of the é
 @given(st.text(max_size=40))
 def test_text_comes_back_character_by_character(text: str) -> None:
     found = pieces(BYTES, list(BYTES.encode(text)))
