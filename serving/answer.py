@@ -108,7 +108,7 @@ def joined(deltas: list[Delta], first: Delta) -> Delta:
         deltas[-1],
         text="".join(each.text for each in deltas),
         tokens=tuple(chain.from_iterable(each.tokens for each in deltas)),
-        prompt_logprobs=first.prompt_logprobs,
+        step=first.step,
     )
 
 
@@ -187,7 +187,7 @@ async def events(
     async with aclosing(generated) as deltas:
         async for index, delta in deltas:
             times.add(index, delta, len(plan.generations[index].prompt))
-            if len(delta.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS:
+            if len(delta.step.prompt_logprobs or ()) > LARGE_PROMPT_TOKENS:
                 choice = await asyncio.to_thread(plan.choice, index, delta, is_whole=False)
             else:
                 choice = plan.choice(index, delta, is_whole=False)

@@ -45,7 +45,7 @@ class CompletionPlan(Plan):
         if index not in self.begun:
             self.begun.add(index)
             text = echo + text
-            tokens = (*self._prompt_tokens(index, part.prompt_logprobs or ()), *tokens)
+            tokens = (*self._prompt_tokens(index, part.step.prompt_logprobs or ()), *tokens)
         has_news = text or part.finish_reason is not None
         wants_logprobs = self.request.logprobs is not None
         if not (is_whole or has_news or (tokens and wants_logprobs)):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
 
-from serving.engine import Generation, Step, TokenLogprob, Waits
+from serving.engine import Generation, Step
 from serving.openai_schemas import SamplingRequest
 from serving.tokenizer import REPLACEMENT, ReleaseTokenizer
 
@@ -41,15 +41,11 @@ class Delta:
     deltas. Empty if the request asks for no logprobs."""
     num_tokens: int = 0
     """How many tokens the step generated, even if their text is held back."""
-    num_cached_tokens: int = 0
-    """How many tokens of the prompt the engine found in its cache. Set in the first delta; in later
-    ones it may be 0."""
-    waits: Waits | None = None
-    num_preemptions: int = 0
+    step: Step
+    """The step, for what the engine tells in it beside the tokens."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string, or the id among the request's `stop_token_ids`, that ended the sequence."""
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class TextReader:
@@ -117,12 +113,9 @@ class TextReader:
             text=text,
             tokens=tokens,
             num_tokens=num_tokens,
-            num_cached_tokens=step.num_cached_tokens,
-            waits=step.waits,
-            num_preemptions=step.num_preemptions,
+            step=step,
             finish_reason=finish_reason,
             stop_reason=stop,
-            prompt_logprobs=step.prompt_logprobs,
         )
 
 

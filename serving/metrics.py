@@ -137,15 +137,15 @@ class RequestTimes:
         now, metrics, histograms = time.perf_counter(), self._metrics, self._metrics.histograms
         before = self._before.get(index)
         if before is None:
-            self._begun[index] = now, delta.waits
-            self.num_cached[index] = delta.num_cached_tokens
+            self._begun[index] = now, delta.step.waits
+            self.num_cached[index] = delta.step.num_cached_tokens
             self._num_waiting -= 1
             metrics.waiting.dec()
             metrics.running.inc()
             histograms["time_to_first_token_seconds"].observe(now - self._started)
             metrics.counters["prompt_tokens"].inc(num_prompt)
             metrics.counters["prefix_cache_queries"].inc(num_prompt)
-            metrics.counters["prefix_cache_hits"].inc(delta.num_cached_tokens)
+            metrics.counters["prefix_cache_hits"].inc(delta.step.num_cached_tokens)
         else:
             for _ in range(delta.num_tokens):
                 interval = (now - before) / delta.num_tokens
@@ -153,7 +153,7 @@ class RequestTimes:
         self._before[index] = now
         self.num_new[index] += delta.num_tokens
         metrics.counters["generation_tokens"].inc(delta.num_tokens)
-        metrics.counters["num_preemptions"].inc(delta.num_preemptions)
+        metrics.counters["num_preemptions"].inc(delta.step.num_preemptions)
         if delta.finish_reason is None:
             return
         del self._before[index]

@@ -144,7 +144,7 @@ def test_offsets_point_into_the_echo(
     answered = Delta(
         text="b",
         tokens=(TokenText(token_id=B, offset=0, logprob=-1.0),),
-        prompt_logprobs=(one,) * (len(offsets) - 1),
+        step=Step(prompt_logprobs=(one,) * (len(offsets) - 1)),
     )
     choice = plan.choice(0, answered, is_whole=True)
     assert choice is not None
