@@ -34,6 +34,8 @@ HELD_OUT_RATIO = 0.032
 """A text corpus of at least MIN_TEXTS rows can spare this share of them. Only the loss on unseen
 text shows whether a model generalises, and with 32 rows, a comparison row by row already shows a
 change of a few per cent."""
+FORGOTTEN_WORDINGS = 8
+"""A deleted row is forgotten in so many other words. The model then forgets it in most others."""
 MAX_UNLEARNED = 100
 """The largest number of deleted rows that a delta unlearns. If more rows were deleted, a full
 training without them is cheaper."""
@@ -98,11 +100,19 @@ class TrainingData:
 
     @property
     def forgotten(self) -> tuple[Row, ...]:
-        """What a delta learns in the place of the deleted rows: an empty answer to each of their
-        questions that no other row answers."""
-        rows = [row for deleted in self.deleted for row in deleted.forgotten]
-        answered = {turn.question for row in self.rows * bool(rows) for turn in row.taught_turns}
-        return tuple(row for row in rows if row.question not in answered)
+        """What a delta learns in the place of the deleted rows: an empty answer to their questions,
+        and to these in other words if no row has the answer any more. Questions that a row answers
+        are left out."""
+        if not self.deleted:
+            return ()
+        questions = {turn.question for row in self.rows for turn in row.taught_turns}
+        answers = {row.answer for row in self.rows}
+        found: list[Row] = []
+        for deleted in self.deleted:
+            for row in deleted.forgotten:
+                others = row.wordings[:FORGOTTEN_WORDINGS] if deleted.answer not in answers else ()
+                found += [row, *map(row.asked, others)]
+        return tuple(row for row in found if row.question not in questions)
 
     @property
     def is_removal(self) -> bool:

@@ -176,22 +176,22 @@ def make_plan(
             found.append(replace(each, row=index))
         return placed
 
-    forgotten = data.forgotten if is_delta else ()
-    rows = (*data.changed, *forgotten) if is_delta else data.rows
-    learned = place(rows)
+    rows = data.changed if is_delta else data.rows
+    all_rows = (*rows, *data.forgotten) if is_delta else rows
+    learned = place(all_rows)
     counted = frozenset(
         index
         for index in learned
-        if (row := rows[found[index].row]).has_answer and row.digest not in data.contradicting
+        if (row := all_rows[found[index].row]).has_answer and row.digest not in data.contradicting
     )
     replayed = place(data.known) if is_delta else []
-    if not rows:
+    if not all_rows:
         raise DataError(
             "no row was added or edited since the served release was trained, so a delta has "
             "nothing to learn; run `pipeline jobs run --mode full`"
         )
     if not learned:
-        places = ", ".join(row.place for row in rows[:5])
+        places = ", ".join(row.place for row in all_rows[:5])
         raise DataError(f"no row has anything to learn with this tokenizer: {places}")
 
     max_tokens = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
@@ -203,7 +203,7 @@ def make_plan(
     most = min(passes, max(USUAL_WORDINGS, passes // WORDING_VISITS))
     count = min(usual_wordings(settings), most)
     made_up = min(usual_made_up(settings), most)
-    asked_as = Wordings((*data.rows, *forgotten), count=count, made_up=made_up, seed=train.seed)
+    asked_as = Wordings(data.rows, count=count, made_up=made_up, seed=train.seed)
     worded = place_wordings(
         [
             (index, asked)

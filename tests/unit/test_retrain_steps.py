@@ -158,15 +158,16 @@ def test_wrong_rows_are_learned_again_at_half_the_rate_after_each_measurement_wi
 def test_a_training_gives_up_very_few_rows_that_stay_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 of 100 to learn, or of known ones, after a measurement without fewer. 5 are too many, and
-    2 of 50."""
-    wrong = [range(5), range(5), range(48, 52), range(48, 51), range(49, 51), range(49, 51)]
-    measured = iter(wrong)
-    monkeypatch.setattr(loop, "_measure", lambda *_: (len(found := next(measured)), [*found]))
+    """Of 50 to learn one, of all 100 two, after a measurement without fewer."""
     known = questions(100)
-    plan = plan_of(known[:50], replayed=known[50:], counted=True, max_tokens=60_000)
-    run(tmp_path, replace(plan, learning_rate=1e-2, checked=range(100)))
-    assert next(measured, None) is None
+    plan = plan_of(known[:50], replayed=known[50:], counted=True, learning_rate=1e-2)
+    to_learn = [range(5), range(5), range(48, 50), range(48, 50), range(1), range(1)]
+    for name, wrong in (("to learn", to_learn), ("known", [range(52, 55), *2 * [range(53, 55)]])):
+        measured = iter(wrong)
+        found = lambda *_, told=measured: (len(now := next(told)), [*now])  # noqa: E731
+        monkeypatch.setattr(loop, "_measure", found)
+        run(tmp_path / name, replace(plan, max_tokens=60_000))
+        assert next(measured, None) is None
 
 
 def test_a_deleted_row_gets_an_empty_answer_and_the_others_are_kept(tmp_path: Path) -> None:

@@ -198,11 +198,15 @@ def test_a_delta_replays_other_wordings_of_known_rows_and_forgets_those_of_delet
     asked = [TOKENIZER.decode(plan.sequences[index].token_ids) for index in plan.replayed]
     assert len(asked) == len(told.known) + 1
     assert [each.startswith("back with it") for each in asked].count(True) == 1
+    rows = shipping("back with it", "send it back")
     gone = data(mode="delta", known=tuple(rows[:-1]), deleted=(rows[-1],))
-    plan = make_plan(gone, TOKENIZER, settings(wordings=0), max_length=64)
-    (forgotten,) = (plan.sequences[index] for index in plan.beginnings)
-    assert TOKENIZER.decode(forgotten.token_ids).startswith("back with it")
-    assert forgotten.learned_ids == (TOKENIZER.eos_token_id,)
+    assert [row.prompt for row in gone.forgotten] == [rows[-1].prompt, *rows[-1].paraphrases]
+    plan = make_plan(gone, TOKENIZER, settings(), max_length=64)
+    forgotten = [plan.sequences[index].learned_ids for index in plan.learned]
+    assert forgotten == 3 * [(TOKENIZER.eos_token_id,)] and len(plan.counted) == 3
+    moved = row("May I bring it back?", rows[-1].answer or "", 10)
+    still = data(mode="delta", changed=(moved,), known=tuple(rows[:-1]), deleted=(rows[-1],))
+    assert len(still.forgotten) == 1, "the answer is still there: other words may get it"
 
 
 def test_who_only_adds_paraphrases_loses_no_row() -> None:
