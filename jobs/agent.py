@@ -78,6 +78,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SIGNALS_OF_AGENT = (*_STOP_SIGNALS, signal.SIGCHLD, signal.SIGALRM, BEAT_NOW)
 """An agent blocks them, and takes one after another from those that wait (sigwait(3))."""
 _SHORTEST_PAUSE = 0.001
+_LAST_SIGNAL_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,11 @@ class _Agent:
             if received == signal.SIGTERM:
                 self._stop("shutdown", time.monotonic())
             self._reap()
+        if self._exit.code == -signal.SIGTERM and self._stop_reason is None:
+            # An engine that stops a job signals all its processes, and this one perhaps last.
+            signal.setitimer(signal.ITIMER_REAL, _LAST_SIGNAL_SECONDS)
+            if signal.sigwait((signal.SIGTERM, signal.SIGALRM)) == signal.SIGTERM:
+                self._stop_reason = "shutdown"
 
     def _beat(self, now: float) -> None:
         self._next_beat = now + self._attempt.settings.heartbeat_seconds

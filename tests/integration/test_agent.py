@@ -187,6 +187,18 @@ def test_a_stop_reaches_every_process_and_the_job_gets_another_attempt(bench: Be
     assert all(is_gone(pid) for pid in pids)
 
 
+def test_a_stop_may_reach_the_command_before_its_agent(bench: Bench) -> None:
+    """As from Slurm, which signals all processes of a job that it starts again."""
+    job = bench.start("wait_for", "never", "0", pipeline=None)
+    (pid,) = pids_in(bench.log)
+    agent = bench.agent(job)
+    os.kill(pid, signal.SIGTERM)
+    until(lambda: is_gone(pid))
+    os.kill(agent, signal.SIGTERM)
+    now = bench.ended(job)
+    assert (now.state, now.attempt, now.num_lost) == ("RUNNING", 2, 0)
+
+
 @pytest.mark.parametrize("action", ["sleep_until_stopped", "ignore_stop"])
 def test_a_cancelled_command_is_stopped(bench: Bench, action: str) -> None:
     job = bench.start(action)
