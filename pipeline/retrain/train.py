@@ -77,9 +77,9 @@ in this many passes."""
 EVALUATIONS = 12
 """How often a training on plain text measures the held-out loss."""
 PATIENCE, FEW_MISSED = 3, 0.02
-"""A training on plain text ends after PATIENCE measurements without a better one. One on rows with
-an answer ends after one that found no fewer wrong rows, if at most the share FEW_MISSED is wrong of
-those to learn, and of all: the next job tries these again."""
+"""Training ends after PATIENCE measurements without a better one. If the rows have an answer, only
+if at most the share FEW_MISSED is wrong of those to learn, and of all: the next job tries these
+again."""
 
 
 def train(
@@ -261,7 +261,7 @@ def _steps(
             logger.info(f"pass {progress.number}: {right} of {len(awaited)} rows right")
             rows = {"rows": len(awaited), "right": right}
             metrics.write("train", "evaluation", step=progress.step, **rows)
-            allowed = FEW_WRONG
+            allowed = 0.0 if progress.is_relearning else FEW_WRONG
             if progress.cool_down_from is None and len(awaited) - right <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
 
@@ -481,11 +481,9 @@ def _checkpoint(
 
 
 def _gives_up(plan: TrainingPlan, progress: TrainingState, wrong: Collection[int]) -> bool:
-    if not plan.ends_when_right:
-        return progress.stale >= PATIENCE
     missed = [(plan.counted.intersection(wrong), plan.counted), (wrong, plan.checked)]
     are_few = all(len(found) <= FEW_MISSED * len(group) for found, group in missed)
-    return are_few and progress.stale > 0
+    return are_few and progress.stale >= PATIENCE
 
 
 def _is_better(missed: float, best: float | None) -> bool:
