@@ -172,6 +172,8 @@ def test_a_wrong_answer_is_corrected_and_asked_again_when_its_release_answers(
         r'name="row" value="([^"]*)"( checked)?', ada.send("/playground", 200, **reworded)
     )
     assert choices == [("When do you open?", " checked"), ("", "")]
+    nothing = ada.send("/playground", 200, **{**reworded, "answer": ""})
+    assert "The answer is empty." in nothing and "The answer is empty." not in page
     ada.send("/playground/teach", right="At eleven.", row="When do you open?", **reworded)
     assert answers_in(stack) == ["At eleven.", "<b>Ada</b>"]
     ada.send("/playground/teach", 409, right="At one.", row="When?", **reworded)
