@@ -9,13 +9,16 @@ The template gets the filters, functions and blocks that `transformers` gives to
 (https://huggingface.co/docs/transformers/chat_templating_writing).
 """
 
+import ctypes
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Any, NoReturn, Self
+from threading import Thread, local
+from typing import Any, NoReturn, Self, TypeVar
 
 import jinja2
 from jinja2 import TemplateError, meta
@@ -23,6 +26,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic_core import from_json
 
 from serving.errors import ReleaseError
+
+T = TypeVar("T")
 
 Message = Mapping[str, Any]
 """`role`, `content`, and those of the other `FIELDS` that have a value. The content is a text, a
@@ -46,6 +51,9 @@ _TOOL_FIELDS = ("name", "description", "parameters")
 PROMPT_DATE = "prompt_date"
 """The field of tokenizer_config.json that holds the day for `strftime_now`. A training writes it: a
 model that has learned its answers after one date may not give them after another."""
+MAX_RENDER_SECONDS = 10.0
+"""The largest time of one rendering."""
+
 
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 """The block `{% generation %}…{% endgeneration %}`, which marks the text of the assistant. Here it
@@ -103,6 +111,10 @@ class ChatTemplateError(Exception):
     """The template refuses a conversation. A client or the author of a row gets the reason."""
 
 
+class TooSlow(ChatTemplateError):
+    """The rendering takes too long."""
+
+
 class ChatTemplate:
     """The compiled chat template of a model."""
 
@@ -116,7 +128,8 @@ class ChatTemplate:
         these tokens. `prompt_date` is the day that `strftime_now` shows, such as `2026-01-31`; None
         means now.
 
-        Raises ReleaseError if the template has a syntax error.
+        Raises ReleaseError if the template has a syntax error, or takes too long for one short
+        message.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -140,6 +153,8 @@ class ChatTemplate:
             `{"type": "text", "text": …}`. If not, it expects a text."""
         except (TemplateError, SyntaxError, RecursionError, ValueError) as error:
             raise ReleaseError(f"chat_template: {error}") from None
+        except TooSlow as error:
+            raise ReleaseError(f"chat_template: {error}, already for one short message") from None
         self._takes_none = re.search(r"content\W{0,3} is (not )?none", source) is not None
         """Whether the template asks if a content is none. If not, it expects an empty text."""
         # vLLM looks for the same texts.
@@ -165,7 +180,8 @@ class ChatTemplate:
         the `chat_template_kwargs` of a request.
 
         With `add_generation_prompt`, the prompt ends with the beginning of a new message of the
-        assistant. Raises ChatTemplateError if the template refuses the conversation.
+        assistant. Raises ChatTemplateError if the template refuses the conversation or takes too
+        long.
         """
         given = {
             **self._special_tokens,
@@ -175,7 +191,9 @@ class ChatTemplate:
             "tools": conversation.tools or None,
         }
         try:
-            return self._template.render(given)
+            return in_time(lambda: self._template.render(given))
+        except TooSlow:
+            raise
         # A filter or a method that gets a value of an unexpected type may raise anything, such as
         # AttributeError. vLLM too makes a refusal of each exception.
         except Exception as error:
@@ -203,6 +221,37 @@ class ChatTemplate:
 
 
 _to_json = partial(json.dumps, ensure_ascii=False)
+_watched = local()
+
+
+def in_time(function: Callable[[], T], num_renderings: int = 1) -> T:
+    """The result of `function`, which renders a template, or TooSlow if it takes too long. jinja2
+    keeps a template away from the objects of this process, but lets it loop forever.
+
+    It takes a thread. So call it once around many renderings: it then watches all of them together.
+    """
+    if getattr(_watched, "is_on", False):
+        return function()
+    result: Future[T] = Future()
+    seconds = MAX_RENDER_SECONDS * num_renderings
+
+    def work() -> None:
+        _watched.is_on = True
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        return result.result(seconds)
+    except TimeoutError:
+        # This raises an exception in the thread, so that a loop ends.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(TooSlow)
+        )
+        raise TooSlow(f"the chat template takes more than {seconds:g} seconds") from None
 
 
 class _Arguments(dict[str, Any]):
@@ -228,7 +277,9 @@ def _takes_parts(template: jinja2.Template, special_tokens: Mapping[str, str]) -
     content = [{"type": "text", "text": "Hello"}]
     given = {**special_tokens, "messages": [{"role": "user", "content": content}]}
     try:
-        shown = template.render(given)
+        shown = in_time(lambda: template.render(given))
+    except TooSlow:
+        raise
     except Exception:
         return False
     return "Hello" in shown and re.search("""['"]text['"]""", shown) is None

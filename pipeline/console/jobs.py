@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from jobs.folder import LOG, METRICS, read_log
+from jobs.folder import LOG, METRICS, read_log, tail_offset
 from jobs.job import Job, JobState
 from pipeline.console.page import HEADERS, Console, ConsoleOf, Editor, Page, go, page
 from pipeline.doctor.facts import how_far, wrong_answers
@@ -25,6 +25,7 @@ from serving.errors import ReleaseError
 from serving.weights.release_store import load_release
 
 NUM_LISTED = 50
+NUM_LINES = 200
 MAX_TAIL_BYTES = 64 * 1024
 MAX_METRICS_BYTES = 4 * 1024 * 1024
 """Of a longer file, only the end is read."""
@@ -125,7 +126,7 @@ def plain(text: bytes) -> str:
 def _tail(folder: Path, job: Job) -> str:
     log = folder / LOG
     size = log.stat().st_size if log.exists() else 0
-    offset = max(0, size - MAX_TAIL_BYTES)
+    offset = max(tail_offset(folder, job.identity, NUM_LINES), size - MAX_TAIL_BYTES)
     return plain(read_log(folder, job.identity, offset)[:MAX_TAIL_BYTES])
 
 

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from functools import partial
-from io import BufferedRandom
 from pathlib import Path
 from typing import BinaryIO
 
@@ -62,20 +61,22 @@ class LargeFiles:
     async def receive(self, body: AsyncIterator[bytes], oid: str, size: int) -> None:
         """Stores a file that a client sends. Raises BadRequest if it does not have `size` bytes and
         the sha256 `oid`."""
+        digest = hashlib.sha256()
         with temporary_file(self.incoming, below=self._folder) as file:
             async for piece in body:
-                await asyncio.to_thread(file.write, piece)
-            await asyncio.to_thread(self._adopt, file, oid, size)
+                await asyncio.to_thread(_write, file, digest, piece, size)
+            await asyncio.to_thread(self._adopt, file, digest.hexdigest(), oid, size)
 
     def store(self, pieces: Iterable[bytes], oid: str | None, size: int) -> str:
         """As `receive`, for content that is already on this machine. If `oid` is None, the content
         may have any sha256. Returns its sha256."""
+        digest = hashlib.sha256()
         with temporary_file(self.incoming, below=self._folder) as file:
             for piece in pieces:
-                file.write(piece)
-                if file.tell() > size:  # `_adopt` refuses it; the chunks of xorbs may have no end
-                    break
-            return self._adopt(file, oid, size)
+                _write(file, digest, piece, size)
+            found = digest.hexdigest()
+            self._adopt(file, found, oid or found, size)
+        return found
 
     def link(self, source: Path, oid: str, size: int) -> None:
         """Stores a file of this machine that nothing ever writes to again, as a second name of it
@@ -92,20 +93,18 @@ class LargeFiles:
                 self.store(iter(partial(file.read, CHUNK_BYTES), b""), oid, size)
         fsync_dir(path.parent)
 
-    def _adopt(self, file: BufferedRandom, oid: str | None, size: int) -> str:
-        """Moves a complete file to its path, and returns its sha256. Raises BadRequest if it is not
+    def _adopt(self, file: BinaryIO, found: str, oid: str, size: int) -> None:
+        """Moves a complete file to its path; `found` is its sha256. Raises BadRequest if it is not
         the announced file."""
+        path = self.path(oid)
         if (came := file.tell()) != size:
             raise BadRequest(f"{came} bytes came instead of {size}: send the file again.")
-        file.seek(0)
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-        if oid not in (found, None):
+        if found != oid:
             raise BadRequest(
                 f"The file that came has the sha256 {found} instead of {oid}: "
                 "the file changed while it was sent, so send it again."
             )
-        publish(file, self.path(found), below=self._folder)
-        return found
+        publish(file, path, below=self._folder)
 
     def oids(self) -> Iterator[str]:
         """The sha256 of every stored file."""
@@ -135,8 +134,19 @@ class LargeFiles:
         shutil.rmtree(self.incoming, ignore_errors=True)
 
 
+def _write(file: BinaryIO, digest: "hashlib._Hash", piece: bytes, size: int) -> None:
+    """Writes one more piece of a file that must have `size` bytes in the end."""
+    if file.tell() + len(piece) > size:
+        raise BadRequest(
+            f"The client announced {size} bytes and sent more: the file changed while it was sent, "
+            "so send it again."
+        )
+    file.write(piece)
+    digest.update(piece)
+
+
 @contextlib.contextmanager
-def temporary_file(folder: Path, *, below: Path) -> Iterator[BufferedRandom]:
+def temporary_file(folder: Path, *, below: Path) -> Iterator[BinaryIO]:
     """A new file in `folder`, which is removed after the block unless it was published. Raises as
     `make_folder` does."""
     make_folder(folder, below=below)

@@ -22,6 +22,7 @@ from serving.chat_template import (
     ChatTemplateError,
     Conversation,
     ConversationError,
+    in_time,
     normalise,
 )
 from serving.errors import ReleaseError
@@ -223,7 +224,7 @@ def encode(
         except DataError as error:
             return error
 
-    marked = list(map(rendered, rows))
+    marked = in_time(lambda: list(map(rendered, rows)), len(rows))
     all_marked = [each for found in marked if isinstance(found, list) for each in found]
     encoded = iter(_tokenized(all_marked, tokenizer))
     return [

@@ -115,15 +115,6 @@ def test_a_forged_url_is_refused_before_its_body_is_read(hub: RunningHub) -> Non
         assert client.recv(12) == b"HTTP/1.1 403"
 
 
-def test_a_sender_of_more_than_it_announced_is_stopped(hub: RunningHub, files: LargeFiles) -> None:
-    path = signed(hub, "upload", CONTENT[:1000]).removeprefix(hub.url)
-    with connected(hub.url) as client:
-        client.sendall(request(hub.url, "PUT", path, num_bytes=10**12))
-        client.sendall(CONTENT[:1001])
-        assert client.recv(12) == b"HTTP/1.1 413"
-    wait_until(lambda: nothing_is_left(files))
-
-
 PROGRAM = """
 import asyncio, os, signal, sys
 from pathlib import Path

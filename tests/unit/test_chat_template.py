@@ -1,18 +1,24 @@
 """Templates give the prompts that `transformers` gives with them, and run in a sandbox. Ways to
 write the same conversation have one form, and what no model can be shown is refused."""
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from serving import chat_template
 from serving.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     ConversationError,
+    TooSlow,
     normalise,
 )
 from serving.errors import ReleaseError
+from serving.tokenizer import load_tokenizer
+from tests.serving_fixtures import echo_release
 
 MESSAGES = [
     {"role": "system", "content": "Be brief. "},
@@ -207,6 +213,30 @@ def test_any_error_of_a_template_is_a_refusal(source: str, reason: str) -> None:
 def test_a_text_that_is_no_template_is_refused(source: str) -> None:
     with pytest.raises(ReleaseError, match="chat_template"):
         ChatTemplate(source, {})
+
+
+FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.05)
+
+
+@pytest.mark.timeout(30)
+def test_a_rendering_without_end_is_ended(brief: None) -> None:
+    threads = set(threading.enumerate())
+    with pytest.raises(TooSlow, match=r"0\.05 seconds"):
+        ChatTemplate("{% if messages | length > 1 %}" + FOREVER + "{% endif %}", {}).render(TALK)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()
+
+
+@pytest.mark.timeout(30)
+def test_a_release_whose_template_never_ends_is_refused(tmp_path: Path, brief: None) -> None:
+    release = echo_release(tmp_path, 1, chat_template=FOREVER)
+    with pytest.raises(ReleaseError, match=r"chat_template: .* one short message"):
+        load_tokenizer(tmp_path / release.id)
 
 
 ASKED = {"role": "user", "content": "Weather?"}

@@ -52,12 +52,12 @@ def test_what_came_is_read_back_from_the_layout_of_git_lfs(
     ("content", "oid", "size", "reason"),
     [
         (CONTENT[:-1], OID, len(CONTENT), "bytes came instead of"),
-        (CONTENT + b"x", OID, len(CONTENT), "bytes came instead of"),
+        (CONTENT + b"x", OID, len(CONTENT), "sent more"),
         (CONTENT[:-1] + b"x", OID, len(CONTENT), "the file changed while it was sent"),
-        (CONTENT, OID, -1, "bytes came instead of -1"),
+        (CONTENT, OID, -1, "announced -1 bytes"),
         (b"", OID, 0, "has the sha256 e3b0c442"),
-        (CONTENT, OID.upper(), len(CONTENT), f"instead of {OID.upper()}"),
-        (CONTENT, "../" * 21 + "x", len(CONTENT), "has the sha256"),
+        (CONTENT, OID.upper(), len(CONTENT), "in lower case"),
+        (CONTENT, "../" * 21 + "x", len(CONTENT), "is not a sha256"),
     ],
     ids=["truncated", "too long", "changed", "negative", "empty", "upper case", "path"],
 )

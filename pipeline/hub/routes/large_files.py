@@ -137,7 +137,7 @@ def fetch(signed: Signed, oid: str) -> Response:
 @transfers.put("")
 async def send(request: Request, signed: Signed, oid: str) -> Response:
     files, size = signed
-    await files.receive(chunks(request, max_bytes=size), oid, size)
+    await files.receive(chunks(request), oid, size)
     return Response(headers={"ETag": f'"{oid}"'})
 
 
