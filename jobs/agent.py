@@ -79,6 +79,7 @@ _SIGNALS_OF_AGENT = (*_STOP_SIGNALS, signal.SIGCHLD, signal.SIGALRM, BEAT_NOW)
 """An agent blocks them, and takes one after another from those that wait (sigwait(3))."""
 _SHORTEST_PAUSE = 0.001
 _LAST_SIGNAL_SECONDS = 2.0
+"""If the command was ended by SIGTERM, its agent waits this long for a SIGTERM of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,8 @@ HELD_OUT_RATIO = 0.032
 text shows whether a model generalises, and with 32 rows, a comparison row by row already shows a
 change of a few per cent."""
 FORGOTTEN_WORDINGS = 8
-"""A deleted row is forgotten in so many other words. The model then forgets it in most others."""
+"""A deleted row is forgotten in at most so many other wordings. The model then forgets it in most
+of the rest."""
 MAX_UNLEARNED = 100
 """The largest number of deleted rows that a delta unlearns. If more rows were deleted, a full
 training without them is cheaper."""

@@ -163,6 +163,7 @@ def make_plan(
     def place(rows: Sequence[Row]) -> list[int]:
         """Add the sequences of `rows` to `found`, and return their indices."""
         start = len(found)
+        # The template may refuse an empty answer. Then the gate finds that the row is still said.
         found.extend(sequences(rows, tokenizer, max_length, on_refused=leave_out))
         return list(range(start, len(found)))
 

@@ -155,19 +155,23 @@ def test_wrong_rows_are_learned_again_at_half_the_rate_after_each_measurement_wi
     assert shares == pytest.approx([0.5, 0.25, 0.5, 0.25, 0.125, 0.1])
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param([*5 * [range(5)], *5 * [range(48, 50)], *4 * [range(1)]], id="to learn"),
+        pytest.param([range(52, 55), *4 * [range(53, 55)]], id="known"),
+    ],
+)
 def test_a_training_gives_up_very_few_rows_that_stay_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: list[range]
 ) -> None:
     """Of 50 to learn one, of all 100 two, after three measurements without fewer."""
+    measured = iter(wrong)
+    monkeypatch.setattr(loop, "_measure", lambda *_: (len(now := next(measured)), [*now]))
     known = questions(100)
-    plan = plan_of(known[:50], replayed=known[50:], counted=True, learning_rate=1e-2)
-    to_learn = [*5 * [range(5)], *5 * [range(48, 50)], *4 * [range(1)]]
-    for name, wrong in (("to learn", to_learn), ("known", [range(52, 55), *4 * [range(53, 55)]])):
-        measured = iter(wrong)
-        found = lambda *_, told=measured: (len(now := next(told)), [*now])  # noqa: E731
-        monkeypatch.setattr(loop, "_measure", found)
-        run(tmp_path / name, replace(plan, max_tokens=60_000))
-        assert next(measured, None) is None
+    plan = plan_of(known[:50], replayed=known[50:], counted=True, max_tokens=60_000)
+    run(tmp_path, replace(plan, learning_rate=1e-2))
+    assert next(measured, None) is None
 
 
 def test_a_deleted_row_gets_an_empty_answer_and_the_others_are_kept(tmp_path: Path) -> None:
